@@ -16,11 +16,49 @@ GGUF_COMMAND = "python -m tools.gguf_to_hf"
 """Command that converts GGUF files; it is in the repository and not in the installed package."""
 
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File in a run's root that says which checkpoint is the latest; Megatron-LM's and verl's."""
+
+_PARTS = (
+    ("model/dist_ckpt", "dist_ckpt"),  # verl: Megatron's shards, today's place and the older one
+    ("weights",),  # NeMo 2, beside context/
+    ("model/huggingface", "huggingface"),  # verl: the whole model
+    ("actor", "critic"),  # verl: roles of one step
+)
+"""Folders in which other programs put a model's weights, those to be preferred first."""
+_WEIGHTS = (".metadata", "*.distcp", "mp_rank_*", "*.safetensors", "pytorch_model*.bin")
+
+
+def find_part(path: str | PathLike[str]) -> Path:
+    """Folder of a run's tree that holds the weights; `path` itself where it holds them, or is no such tree.
+
+    Raises: ValueError when there are several.
+    """
+    path = Path(path)
+    parts = find_parts(path)
+    if len(parts) > 1:
+        raise ValueError(f"{path} holds several models: {', '.join(map(str, parts))}; name one of them")
+    return parts[0] if parts else path
+
+
+def find_parts(path: Path) -> list[Path]:
+    """Folders of a run's tree that hold the weights of a model each; `path` alone where it holds them itself."""
+    if not path.is_dir() or any(any(path.glob(name)) for name in _WEIGHTS):
+        return [path] if path.is_dir() else []
+    if (path / TRACKER).is_file():
+        step = path / f"global_step_{(path / TRACKER).read_text(encoding='ascii', errors='replace').strip()}"
+        return find_parts(step) if step.is_dir() else [path]  # Megatron-LM's root is read as it is
+    for names in _PARTS:
+        if parts := [part for name in names for part in find_parts(path / name)]:
+            return parts
+    return []
+
+
 def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path | None:
     """Directory with the config.json of the model at `path`; None if there is none.
 
     It is `hf` if given, `path` itself (a Hugging Face directory), or the companion folder of a Megatron checkpoint,
-    where `path` may be the checkpoint or one of its iterations.
+    where `path` may be the checkpoint, one of its iterations, or a tree that `find_part` knows.
 
     Raises: ValueError if a path does not exist, `hf` has no config.json, or `hf` would replace the config.json and
     tokenizer of a Hugging Face directory.
@@ -28,8 +66,9 @@ def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None 
     for given in (path,) if hf is None else (path, hf):
         if not Path(given).exists():
             raise ValueError(f"{given} does not exist (working directory: {Path.cwd()}); correct the path")
+    path = find_part(path)
     if hf is not None:
-        if (Path(path) / "config.json").is_file() and not Path(path).samefile(hf):
+        if (path / "config.json").is_file() and not path.samefile(hf):
             raise ValueError(
                 f"{path} has a config.json of its own, and {hf} would replace it and the tokenizer; leave model.hf "
                 "out: it is for Megatron checkpoints, which have neither"
@@ -37,8 +76,9 @@ def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None 
         if not (Path(hf) / "config.json").is_file():
             raise ValueError(f"{hf} has no config.json; name a Hugging Face directory that describes {path}")
         return Path(hf)
-    path = Path(path)
     folders = [path, path / COMPANION]
+    if path.name == "dist_ckpt":
+        folders.append(path.parent / "huggingface")
     if _ITERATION.fullmatch(path.absolute().name):  # beside other folders, `hf` may be anything
         folders.append(path.absolute().parent / COMPANION)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarlhf.model_directory import find_hf_directory
+from megarlhf.model_directory import find_hf_directory, find_part
 
 FILE = "megarlhf.json"
 Writing = Mapping[str, Mapping[str, Any]]
@@ -68,7 +68,7 @@ class Provenance:
 
 def find_provenance_file(model: Path) -> Path | None:
     """File beside the weights of the model at `model`, or in the folder with its config.json."""
-    folders = [model]
+    folders = [model, find_part(model)]
     if model.exists() and (described := find_hf_directory(model)) is not None:
         folders.append(described)
     return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)

@@ -25,6 +25,7 @@ CUDA_IN = (
     "planning/machine/gpu_environment.py",
     "api/process.py",
     "own_code/guarded.py",
+    "weights/checkpoint/formats/megatron/fields.py",  # names of Megatron-Core's fields
 )
 PATCHES_IN = (
     "parallel/process_groups.py",

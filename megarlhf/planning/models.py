@@ -101,6 +101,11 @@ def _require_tokenizer(role: str, model: ModelConfig) -> None:
     if has_tokenizer(directory) or not directory.is_dir() or not has_weights(model):
         return
     checkpoint = open_checkpoint(model.path, hf=model.hf)
+    if checkpoint.tokenizer is not None:
+        raise ValueError(
+            f"{role}: no tokenizer in {directory}, and the checkpoint has one: set {role}.model.tokenizer to "
+            f"{checkpoint.tokenizer}"
+        )
     if description := tokenizer_in_words(checkpoint.args or {}):
         raise ValueError(f"{role}: no tokenizer in {directory}; {description}")
 

@@ -3,13 +3,15 @@ them (it is not installed)."""
 
 from __future__ import annotations
 
+import argparse
 import logging
+import math
 from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
 
-from megarlhf.architectures.architecture import Architecture, Llama3Rope
+from megarlhf.architectures.architecture import Architecture, Llama3Rope, YarnRope
 from megarlhf.architectures.config_spec import ConfigSpec
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, QK_NORMS
 from megarlhf.architectures.families import FAMILIES
@@ -18,8 +20,19 @@ from megarlhf.architectures.families.llama import FAMILY as LLAMA
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
 from megarlhf.architectures.table import Family
-from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of, layout_of
-from megarlhf.weights.checkpoint.formats.megatron.unsupported import _SUPPORTED, refuse_unsupported
+from megarlhf.weights.checkpoint.formats.megatron.args import (
+    OWN_KEY,
+    arch_of,
+    args_of,
+    contradictions,
+    described_arch,
+    layout_of,
+)
+from megarlhf.weights.checkpoint.formats.megatron.fields import DECIDING, NEUTRAL, READ_AS, decision
+from megarlhf.weights.checkpoint.formats.megatron.infer import infer
+from megarlhf.weights.checkpoint.formats.megatron.stored import stored_args
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import SUPPORTED, refuse_unsupported
+from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
 from tests.refuses import missing_names, refuses
 from tests.weights.families import CONFIGS, architecture
 
@@ -210,7 +223,9 @@ def test_a_contradicted_key_of_ours_is_ignored(caplog):
     {"moe_router_group_topk": 2}, {"moe_router_topk_limited_devices": 2}, {"moe_router_force_load_balancing": True},
     {"moe_router_load_balancing_type": "sinkhorn"},
     {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
-    {"moe_apply_probs_on_input": True},
+    {"moe_router_load_balancing_type": "quantile_balancing"}, {"moe_router_force_biased": 0.1}, {"use_mup": True},
+    {"moe_mlp_glu_interleave_size": 32}, {"moe_shared_expert_glu_interleave_size": 32}, {"rope_scaling": "yarn"},
+    {"enable_mhc_connections": True}, {"window_size": 4}, {"moe_apply_probs_on_input": True},
 ])  # fmt: skip
 def test_other_mathematics_is_refused(arguments):
     ((key, value),) = arguments.items()
@@ -224,8 +239,74 @@ def test_defaults_of_megatron_core_are_understood():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     defaults = {f.name: f.default for f in fields(TransformerConfig) if f.default is not MISSING}
-    assert len(defaults.keys() & _SUPPORTED.keys()) > 25
+    assert len(defaults.keys() & SUPPORTED.keys()) > 25
     refuse_unsupported(defaults)
+
+
+def test_every_field_of_megatron_core_is_decided():
+    """Of the installed version, and each in one way."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    names = {f.name for f in fields(TransformerConfig)}
+    assert len(names) > 200
+    assert [name for name in names if decision(name) is None] == [], "decide: read, refused or neutral (fields.py)"
+    assert not NEUTRAL & (DECIDING | READ_AS.keys())
+    newer = {"mhc_num_residual_streams": "neutral", "use_mup": "refused", "num_moe_experts": "read", "nonsense": None}
+    assert {name: decision(name) for name in newer} == newer
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 8.0}
+SWIFT = {**LLAMA_BY_HAND, "use_rope_scaling": False, "rotary_percent": 1.0, "max_position_embeddings": 131072}
+
+
+def test_rotary_arguments_of_ms_swift():
+    """By hand: its dict wins over Megatron's switch; its share over rotary_percent. What cannot be read is told."""
+    arch = arch_of({**SWIFT, "rope_scaling": YARN})
+    assert arch.rope_scaling == YarnRope(
+        factor=4.0, original_max_positions=32768, beta_fast=8.0, beta_slow=1.0, truncate=True,
+        attention_factor=0.1 * math.log(4) + 1,
+    )  # fmt: skip
+    assert contradictions(arch, {**SWIFT, "rope_scaling": YARN}) == []
+    (other,) = contradictions(arch, {**SWIFT, "rope_scaling": {**YARN, "factor": 8.0}})
+    assert not missing_names(other, "rope_scaling: config.json says", "'factor': 8.0")
+    assert contradictions(arch, {**SWIFT, "rope_scaling": None}) == []
+    (unread,) = contradictions(arch, {**SWIFT, "rope_scaling": {"rope_type": "mine"}})
+    assert not missing_names(unread, "rope_scaling = {'rope_type': 'mine'}", "rope type 'mine'")
+    with refuses("args have rope_scaling", "rope type 'mine'"):
+        arch_of({**SWIFT, "rope_scaling": {"rope_type": "mine"}})
+    phi = architecture("phi3", partial_rotary_factor=0.5)
+    args = {**args_of(phi, LAYOUT, torch.bfloat16), "rotary_percent": 1.0, "partial_rotary_factor": 0.5}
+    del args[OWN_KEY]
+    assert (contradictions(phi, args), infer(args, "phi3").rotary_share) == ([], 0.5)
+    assert "rotary_share" in contradictions(phi, {**args, "partial_rotary_factor": 0.25})[0]
+
+
+class Kind:
+    """Stands for an enum of another package."""
+
+
+def test_objects_among_the_arguments(tmp_path):
+    """One that decides the model is refused where no config.json speaks for it; arguments that are one whole object are
+    read by their attributes."""
+    named = argparse.Namespace(**LLAMA_BY_HAND, bridge={"of": [Kind()]})
+    path = tmp_path / "common.pt"
+    torch.save({"args": named}, path)
+    stored = stored_args(read_torch_file(path, foreign=True), path)
+    assert stored.foreign() == {"bridge": f"{__name__}.Kind"}
+    assert described_arch(stored) == LLAMA_3_1_8B
+    named.position_embedding_type = Kind()
+    torch.save({"args": named}, path)
+    stored = stored_args(read_torch_file(path, foreign=True), path)
+    with refuses(f"position_embedding_type is an object of {__name__}.Kind", "--reference-hf"):
+        described_arch(stored)
+    assert contradictions(LLAMA_3_1_8B, stored.values) == []
+    whole = Kind()
+    whole.__dict__.update(LLAMA_BY_HAND)
+    torch.save({"args": whole}, path)
+    assert described_arch(stored_args(read_torch_file(path, foreign=True), path)) == LLAMA_3_1_8B
+    torch.save({"args": 7}, path)
+    with refuses("common.pt", "args of type", "int"):
+        stored_args(read_torch_file(path, foreign=True), path)
 
 
 @pytest.mark.parametrize("vocab, padded, tp, multiple", [

@@ -14,8 +14,9 @@ from megarlhf.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.megatron.tracker import find_checkpoint, write_tracker
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, is_gated, key_form
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_args, read_extents, read_tensors
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_extents, read_tensors
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
+from megarlhf.weights.checkpoint.formats.torch_dist.saved import read_saved
 from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
 from tests.refuses import refuses
 from tests.weights.cases import LLAMA_70B, random_logical, tiny
@@ -119,7 +120,7 @@ def test_blobs_load_with_torch(written):
     assert common["args"].lr == 0.5
     assert common["iteration"] == 12
     assert common["checkpoint_version"] == 3.0
-    assert read_args(directory) == {"lr": 0.5}
+    assert read_saved(directory).args.values == {"lr": 0.5}
 
 
 def test_a_shard_may_hold_several_layers_and_experts():

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.tracker import find_checkpoint
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import Blob, is_torch_dist, read_tensors
+from megarlhf.weights.checkpoint.formats.torch_dist.metadata import Blob, read_tensors
+from megarlhf.weights.checkpoint.formats.torch_dist.saved import is_distcp
 from megarlhf.weights.checkpoint.formats.torch_file.archive import check_crc, seal
 
 
@@ -47,6 +48,6 @@ def _blobs(directory: Path) -> list[Blob]:
         return [Blob(path, 0, path.stat().st_size) for path in sorted(used)]
     folder, _ = find_checkpoint(directory)
     assert folder is not None, f"{directory} was recognised as a Megatron checkpoint"
-    if is_torch_dist(folder):
+    if is_distcp(folder):
         return list({shard.blob: None for tensor in read_tensors(folder).values() for shard in tensor.shards})
     return [Blob(path, 0, path.stat().st_size) for path in sorted(folder.glob("mp_rank_*/*.pt"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -14,12 +15,14 @@ import torch
 from megarlhf.architectures.hf_config import hf_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Experts, Spec, hf_placements, logical_tensors, padded_vocab_size
+from megarlhf.data.tokenizers.files import has_tokenizer
 from megarlhf.model_directory import COMPANION
 from megarlhf.placement import RankPlacements
 from megarlhf.provenance import carry_provenance
 from megarlhf.weights.checkpoint.checksums import write_checksums
 from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
+from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_place
 from megarlhf.weights.checkpoint.formats.mp_rank.write import preallocate_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
 from megarlhf.weights.checkpoint.hf_writer import copy_other_files, other_files, read_other_files
@@ -31,6 +34,8 @@ from megarlhf.weights.checks.replicas import require_equal_replicas
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.extent import Extent
 from megarlhf.weights.transport.file_copy import transfer
+
+log = logging.getLogger(__name__)
 
 Planned = tuple[Sequence[RankPlacements], Sequence[Mapping[str, Extent]]]
 
@@ -145,6 +150,9 @@ def convert(
         require_replaceable(Path(out), source.directory)
     target.parts(source)  # a layout that does not fit is refused before the disk is touched
     require_equal_replicas(source.weights)
+    if source.foreign:
+        names = ", ".join(f"{name} ({kind})" for name, kind in source.foreign.items())
+        log.warning("%s: arguments of other packages' classes are not read: %s", source.directory, names)
     tensors = logical_tensors(source.arch, source.head)
     at_least = sum(torch.Size(shape).numel() for shape in tensors.values()) * dtype.itemsize
     beside = [] if source.companion is None else other_files(source.companion)
@@ -186,6 +194,15 @@ def _write_small_files(source: Checkpoint, directory: Path, dtype: torch.dtype) 
     """Write the small files that belong beside the weights. Returns config.json, which the caller writes."""
     if source.companion is not None:
         copy_other_files(source.companion, directory)
+    if source.tokenizer is not None and not has_tokenizer(directory):
+        copy_other_files(source.tokenizer, directory)
+    if not has_tokenizer(directory):
+        named = tokenizer_place(source.args or {})
+        log.warning(
+            "%s has no tokenizer%s, and what is written has none: copy the tokenizer's files beside its config.json",
+            source.directory,
+            f" (it was trained with {named})" if named else "",
+        )
     config = stated_config(source, dtype)
     if source.head == "scalar":
         config, changed = with_padding(config, read_other_files(directory))

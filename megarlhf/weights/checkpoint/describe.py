@@ -23,6 +23,10 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
         facts["padded vocabulary"] = layout.padded_vocab
     if checkpoint.iteration is not None:
         facts["iteration"] = checkpoint.iteration
+    if checkpoint.foreign:
+        facts["arguments not read"] = ", ".join(f"{name} ({kind})" for name, kind in checkpoint.foreign.items())
+    if checkpoint.tokenizer is not None:
+        facts["tokenizer of the run"] = checkpoint.tokenizer
     return facts | {
         "architecture": f"{arch.model_type}, {'language model' if checkpoint.head == 'lm' else 'scalar head'}",
         "layers": arch.num_layers,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -12,20 +13,24 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, hf_config, read_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, head_name, table_of
-from megarlhf.model_directory import find_hf_directory, refuse_gguf
+from megarlhf.model_directory import find_hf_directory, find_part, find_parts, refuse_gguf
 from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
-from megarlhf.weights.checkpoint.formats.megatron.args import contradictions, stored_args
+from megarlhf.weights.checkpoint.formats.megatron.args import contradictions
+from megarlhf.weights.checkpoint.formats.megatron.stored import stored_args
+from megarlhf.weights.checkpoint.formats.megatron.tokenizers import stored_tokenizer
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, Iteration, find_checkpoint
 from megarlhf.weights.checkpoint.formats.mp_rank.read import MODEL_FILES, read_mp_rank
-from megarlhf.weights.checkpoint.formats.torch_dist.metadata import is_torch_dist, read_args
-from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
+from megarlhf.weights.checkpoint.formats.torch_dist.read import place_saved
+from megarlhf.weights.checkpoint.formats.torch_dist.saved import DistcpFormat, is_distcp, read_saved
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
 from megarlhf.weights.checkpoint.staging import replaced_by
 from megarlhf.weights.checks.replicas import require_equal_copies
 from megarlhf.weights.transport.extent import CheckpointWeights, Extent
 
-Format = Literal["huggingface", "torch_dist", "mp_rank"]
+Format = DistcpFormat | Literal["huggingface", "mp_rank"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,27 +39,31 @@ class Checkpoint:
 
     format: Format
     directory: Path
-    """Path as the user gave it."""
+    """Path as the user gave it, or of a tree that other programs wrote the part with the weights."""
     weights: CheckpointWeights
     arch: Architecture
     head: Head
     config: Mapping[str, Any]
     """Contents of config.json, or of one made from Megatron's arguments."""
     companion: Path | None
-    """Directory with the tokenizer and other small files, if there is one."""
+    """Directory with config.json, tokenizer and other small files, if there is one."""
+    tokenizer: Path | None = None
+    """Directory with the tokenizer that the run saved in a Megatron checkpoint, if there is one."""
     layout: MegatronLayout | None = None
     """Layout of a Megatron checkpoint; for torch_dist that of the run that saved it, if stated."""
     iteration: Iteration | None = None
     args: Mapping[str, Any] | None = None
     """Megatron-LM's arguments."""
+    foreign: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that are objects of other packages' classes, and those classes; they are not read."""
 
 
 def detect_format(path: str | PathLike[str]) -> Format:
-    """The format of a directory, by its content.
+    """The format of a directory, by the names of its files: `torch_dist` for all formats in `.distcp` files.
 
-    Raises: ValueError when it is none of the three.
+    Raises: ValueError when it is none.
     """
-    path = Path(path)
+    path = find_part(path)
     replaced = replaced_by(path)
     if not path.is_dir() and replaced.is_dir():
         raise ValueError(
@@ -67,7 +76,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
     if is_huggingface(path):
         return "huggingface"
     folder, _ = find_checkpoint(path)
-    iterations = [] if folder is not None else sorted(p.name for p in path.glob("iter_*") if find_checkpoint(p)[0])
+    iterations = [] if folder is not None else _iterations(path)
     if iterations:
         raise ValueError(
             f"{path} has no {TRACKER} that says which of its checkpoints is meant: {', '.join(iterations)}; name one "
@@ -75,12 +84,30 @@ def detect_format(path: str | PathLike[str]) -> Format:
         )
     if folder is None:
         refuse_gguf(path)
+        _refuse_verl_fsdp(path)
         raise ValueError(
             f"{path} is no checkpoint: it has neither Hugging Face weights (model.safetensors, "
-            f"pytorch_model.bin or their index), nor {TRACKER}, .metadata or mp_rank_* folders of Megatron; give a "
-            "directory that has"
+            f"pytorch_model.bin or their index), nor {TRACKER}, .metadata or mp_rank_* folders of Megatron, nor these "
+            "in NeMo's folder weights or verl's actor, dist_ckpt or huggingface; give a directory that has"
         )
-    return "torch_dist" if is_torch_dist(folder) else "mp_rank"
+    return "torch_dist" if is_distcp(folder) else "mp_rank"
+
+
+def _iterations(path: Path) -> list[str]:
+    """Checkpoints of several iterations in a root: Megatron-LM's, verl's."""
+    megatron = [folder.name for folder in path.glob("iter_*") if find_checkpoint(folder)[0]]
+    return sorted([*megatron, *(step.name for step in path.glob("global_step_*") if find_parts(step))])
+
+
+def _refuse_verl_fsdp(path: Path) -> None:
+    """Raises: ValueError for checkpoints of verl's FSDP workers, which are pickled shards."""
+    folders = (path, path / "actor", path / "critic", *path.glob("global_step_*/actor"))
+    shards = next((file for folder in folders for file in folder.glob("model_world_size_*_rank_*.pt")), None)
+    if shards is not None:
+        raise ValueError(
+            f"{path} holds the format of verl's FSDP workers ({shards.relative_to(path)}), which is not read; let verl "
+            "write a Hugging Face directory (python -m verl.model_merger), and give that"
+        )
 
 
 def open_checkpoint(
@@ -98,7 +125,7 @@ def open_checkpoint(
     Raises: ValueError when the format or the architecture is unknown, files are missing or damaged, or the
     tensors are not exactly the architecture's (all differences listed).
     """
-    path = Path(path)
+    path = find_part(path)
     format = detect_format(path)
     if format == "huggingface":
         return _open_huggingface(path, head)
@@ -160,35 +187,38 @@ def _open_megatron(format: Format, path: Path, companion: Path | None) -> Checkp
     folder, iteration = find_checkpoint(path)
     assert folder is not None
     arch = None if companion is None else architecture_from_hf(companion)
+    saved = read_saved(folder) if format == "torch_dist" else None
     if arch is not None:
-        problems = contradictions(arch, _stored_args(format, folder))
+        problems = contradictions(arch, saved.args.values if saved is not None else _first_args(folder))
         if problems:
             raise ValueError(
                 f"config.json of {companion} describes another model than the args of {folder}, in {len(problems)} "
                 f"points: {'; '.join(problems)}. Name the Hugging Face directory that belongs to the checkpoint "
                 "(--reference-hf, in a run model.hf), or correct that config.json"
             )
-    opened = read_torch_dist(folder, arch) if format == "torch_dist" else read_mp_rank(folder, arch)
-    if format == "mp_rank" and opened.head == "lm" and opened.arch.tied_embeddings:
+    opened = read_mp_rank(folder, arch) if saved is None else place_saved(saved, arch)
+    if saved is None and opened.head == "lm" and opened.arch.tied_embeddings:
         require_equal_copies(folder, opened.parts, opened.extents, lambda p: p.storage.endswith("output_layer.weight"))
+    if opened.foreign:
+        shown = ", ".join(f"{name} ({kind})" for name, kind in opened.foreign.items())
+        log.info("%s: arguments that are objects of other packages are not read: %s", folder, shown)
     return Checkpoint(
-        format=format,
+        format=format if saved is None else saved.format,
         directory=path,
         weights=CheckpointWeights(path, opened.parts, opened.extents),
         arch=opened.arch,
         head=opened.head,
         config=hf_config(opened.arch, opened.head) if companion is None else read_config(companion),
         companion=companion,
+        tokenizer=stored_tokenizer(folder, opened.args),
         layout=opened.layout,
         iteration=iteration,
         args=opened.args,
+        foreign=opened.foreign,
     )
 
 
-def _stored_args(format: Format, folder: Path) -> Mapping[str, Any]:
-    """Megatron's arguments, before anything is compared with an architecture; of mp_rank files the first one's."""
-    if format == "torch_dist":
-        return read_args(folder)
+def _first_args(folder: Path) -> Mapping[str, Any]:
+    """Arguments in the first of mp_rank files, before anything is compared with an architecture."""
     first = min((path for name in MODEL_FILES for path in folder.glob(f"mp_rank_*/{name}")), default=None)
-    content = None if first is None else read_torch_file(first)
-    return stored_args(content) if isinstance(content, dict) else {}
+    return {} if first is None else stored_args(read_torch_file(first, foreign=True), first).values

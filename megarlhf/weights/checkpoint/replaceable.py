@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import Path
 
-from megarlhf.model_directory import COMPANION
+from megarlhf.model_directory import COMPANION, find_part
 from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, find_checkpoint
 from megarlhf.weights.checkpoint.hf_writer import TEMPLATES
@@ -28,6 +28,8 @@ def require_replaceable(out: Path, source: Path) -> None:
         format = detect_format(out)
     except ValueError as error:
         raise ValueError(f"--force replaces checkpoints only, and {out} is none; remove it yourself") from error
+    if find_part(out) != out:
+        raise ValueError(f"--force would delete the tree {out}, of which the checkpoint is a part; write elsewhere")
     if out.resolve() in source.resolve().parents:
         raise ValueError(f"--force would delete {out} and in it the source {source}; write to another directory")
     others = _others(out) if format == "huggingface" else _others_of_a_root(out)

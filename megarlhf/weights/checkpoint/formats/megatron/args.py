@@ -9,7 +9,6 @@ Megatron-LM knows switches, not families: Mistral without a window is its Llama.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -20,7 +19,9 @@ from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, logical_tensors, padded_vocab_size
 from megarlhf.architectures.rope import fields_of_scaling, scaling_of_fields
+from megarlhf.weights.checkpoint.formats.megatron.fields import DECIDING
 from megarlhf.weights.checkpoint.formats.megatron.infer import disagreements, infer, match_family, same
+from megarlhf.weights.checkpoint.formats.megatron.stored import StoredArgs
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unsupported
 from megarlhf.weights.transport.extent import CheckpointWeights
 
@@ -37,15 +38,11 @@ class MegatronWeights(CheckpointWeights):
 
     args: dict[str, Any]
     """Arguments of the run that saved the checkpoint, as far as they are plain data; empty when none are stored."""
+    foreign: dict[str, str]
+    """Arguments that are objects of other packages' classes, which are not read, and those classes."""
     arch: Architecture
     head: Head
     layout: MegatronLayout
-
-
-def stored_args(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments in what a rank saved, a dict or a Namespace; empty when it saved none."""
-    args = content.get("args")
-    return {} if args is None else dict(args if isinstance(args, dict) else vars(args))
 
 
 def args_of(arch: Architecture, layout: MegatronLayout, dtype: torch.dtype) -> dict[str, Any]:
@@ -225,6 +222,19 @@ def _run_args(layout: MegatronLayout, dtype: torch.dtype) -> dict[str, Any]:
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
+
+
+def described_arch(args: StoredArgs) -> Architecture:
+    """`arch_of` of a checkpoint's arguments.
+
+    Raises: ValueError also when an argument that decides what the model computes is an object of a class.
+    """
+    if unread := args.classes(DECIDING):
+        raise ValueError(
+            f"the checkpoint's args say what the model is in objects of classes that are not read: {unread}. Name a "
+            "Hugging Face directory with the model's config.json (--reference-hf, in a run model.hf)"
+        )
+    return arch_of(args.values)
 
 
 def arch_of(args: Args) -> Architecture:

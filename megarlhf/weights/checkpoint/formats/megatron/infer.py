@@ -17,6 +17,7 @@ from megarlhf.architectures.architecture import Architecture, Llama3Rope
 from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, write_facts
 from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.hf_config import hf_config
+from megarlhf.architectures.rope import ROPE_TYPES, read_rope
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unsupported, unsupported_args
 
 _log = logging.getLogger(__name__)
@@ -37,19 +38,19 @@ def infer(args: Args, model_type: str) -> Architecture:
     ffn = args.get("ffn_hidden_size") or 4 * hidden
     expert_ffn = (args.get("moe_ffn_hidden_size") or ffn) if num_experts else 0
     window = args.get("window_size")
+    head_dim = args.get("kv_channels") or hidden // heads
+    max_positions = args.get("max_position_embeddings") or args["seq_length"]
     return Architecture(
         model_type=model_type,
         num_layers=args["num_layers"],
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=groups or heads,
-        head_dim=args.get("kv_channels") or hidden // heads,
+        head_dim=head_dim,
         ffn_size=ffn,
         vocab_size=_vocab_size(args),
-        max_positions=args.get("max_position_embeddings") or args["seq_length"],
+        max_positions=max_positions,
         norm_eps=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
-        rope_theta=float(args.get("rotary_base") or 10000.0) if rope else 0.0,
-        rope_scaling=_rope_scaling(args) if rope else None,
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         qkv_bias=bias or bool(args.get("add_qkv_bias")),
         output_bias=bias,
@@ -64,7 +65,7 @@ def infer(args: Args, model_type: str) -> Architecture:
         experts_per_token=args.get("moe_router_topk", 2) if num_experts else 0,
         expert_ffn_size=expert_ffn,
         renormalize_experts=not args.get("moe_router_pre_softmax") if num_experts else True,
-        rotary_share=float(args.get("rotary_percent") or 1.0) if rope else 1.0,
+        **(_rope(args, head_dim, max_positions) if rope else _NO_ROPE),
     )
 
 
@@ -105,11 +106,39 @@ def _activation(args: Args) -> str:
     return "gelu_new" if args.get("bias_gelu_fusion", True) or args.get("openai_gelu") else "gelu"
 
 
-def _rope_scaling(args: Args) -> Llama3Rope | None:
-    if not args.get("use_rope_scaling"):
-        return None
-    factor = float(args.get("rope_scaling_factor") or 8.0)
-    return Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+_NO_ROPE: Mapping[str, Any] = {"rope_theta": 0.0, "rope_scaling": None, "rotary_share": 1.0}
+
+
+def _rope(args: Args, head_dim: int, max_positions: int) -> dict[str, Any]:
+    """Fields of an `Architecture` for a rotary embedding.
+
+    Megatron-LM has a switch for Llama 3.1's scaling. ms-swift leaves that off, and `rotary_percent` at 1: it states
+    `rope_scaling` and `partial_rotary_factor` as a config.json does (its swift/megatron/model/rope.py).
+
+    Raises: ValueError when `rope_scaling` is none that we compute.
+    """
+    share = args.get("partial_rotary_factor")
+    share = float(args.get("rotary_percent") or 1.0) if share is None else share
+    theta, stated = float(args.get("rotary_base") or 10000.0), args.get("rope_scaling")
+    if stated:
+        config = {"rope_scaling": stated, "partial_rotary_factor": share, "rope_theta": theta}
+        config["original_max_position_embeddings"] = args.get("original_max_position_embeddings")
+        facts = {"head_dim": head_dim, "max_positions": max_positions, "rotary_share": 1.0}
+        try:
+            return read_rope(config, facts, theta=theta, types=ROPE_TYPES)
+        except ValueError as error:
+            raise RopeError(
+                f"the checkpoint's args have rope_scaling = {stated!r}, read as that of a config.json: {error}"
+            ) from error
+    scaling = None
+    if args.get("use_rope_scaling"):
+        factor = float(args.get("rope_scaling_factor") or 8.0)
+        scaling = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_share": float(share)}
+
+
+class RopeError(ValueError):
+    """A rotary scaling that arguments state and that is not computed here."""
 
 
 def _vocab_size(args: Args) -> int:
@@ -130,7 +159,7 @@ def _vocab_size(args: Args) -> int:
     return int(padded)
 
 
-_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "num_layers": ("num_layers",),
         "hidden_size": ("hidden_size",),
@@ -145,7 +174,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "positions": ("position_embedding_type", "use_rotary_position_embeddings"),
         "position_offset": ("max_position_embeddings",),
         "rope_theta": ("rotary_base",),
-        "rope_scaling": ("use_rope_scaling",),
+        "rope_scaling": ("use_rope_scaling", "rope_scaling"),
         "tied_embeddings": ("untie_embeddings_and_output_weights",),
         "qkv_bias": ("add_qkv_bias", "add_bias_linear", "disable_bias_linear"),
         "output_bias": ("add_bias_linear", "disable_bias_linear"),
@@ -158,7 +187,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "experts_per_token": ("moe_router_topk",),
         "expert_ffn_size": ("moe_ffn_hidden_size",),
         "renormalize_experts": ("moe_router_pre_softmax",),
-        "rotary_share": ("rotary_percent",),
+        "rotary_share": ("rotary_percent", "partial_rotary_factor"),
     }
 )
 """The arguments that decide each field of an `Architecture`, the one of today first."""
@@ -168,7 +197,7 @@ _UNCOMPARED = ("activation", "position_offset", "output_bias")
 is switched for speed too; the two others Megatron has not by itself."""
 
 _TELLING: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {field: keys for field, keys in _ARGUMENTS.items() if field not in _UNCOMPARED}
+    {field: keys for field, keys in ARGUMENTS.items() if field not in _UNCOMPARED}
     | {
         "num_kv_heads": ("group_query_attention",),  # off, num_query_groups is Megatron's default of 1: it says nothing
         "vocab_size": ("vocab_size",),
@@ -206,24 +235,26 @@ def disagreements(arch: Architecture, args: Args) -> list[str]:
     }
     try:
         inferred = infer({**required, **stated}, arch.model_type)
+    except RopeError as error:
+        return [*problems, str(error)]
     except (ValueError, TypeError):
         return problems  # damaged: they state nothing
     for field, keys in _TELLING.items():
         stating = [key for key in keys if key in stated]
-        if not stating or not set(keys).isdisjoint(unsupported) or not _comparable(field, arch, inferred):
+        if not stating or not set(keys).isdisjoint(unsupported) or not _comparable(field, arch, inferred, stated):
             continue
-        of_config, of_args = _compared(field, arch), _compared(field, inferred)
+        of_config, of_args = (_compared(field, each, stated) for each in (arch, inferred))
         if not same(of_config, of_args):
-            shown = ", ".join(f"{key} = {stated[key]!r}" for key in _ARGUMENTS[field] if key in stated)
+            shown = ", ".join(f"{key} = {stated[key]!r}" for key in ARGUMENTS[field] if key in stated)
             problems.append(f"{field}: config.json says {of_config!r}, args say {of_args!r} ({shown})")
     return problems
 
 
-def _comparable(field: str, arch: Architecture, inferred: Architecture) -> bool:
+def _comparable(field: str, arch: Architecture, inferred: Architecture, stated: Args) -> bool:
     """Whether the field means something in both, and Megatron has a word for what `arch` has."""
     rope, experts = (arch.positions, inferred.positions) == ("rope", "rope"), arch.num_experts and inferred.num_experts
-    if field == "rope_scaling":  # Megatron has a word for Llama 3.1's scaling and for none
-        return rope and isinstance(arch.rope_scaling, Llama3Rope | None)
+    if field == "rope_scaling":  # Megatron has a word for Llama 3.1's scaling and for none, ms-swift for each
+        return rope and (bool(stated.get("rope_scaling")) or isinstance(arch.rope_scaling, Llama3Rope | None))
     if field in ("rope_theta", "rotary_share"):
         return rope
     if field == "max_positions":
@@ -237,8 +268,8 @@ def _comparable(field: str, arch: Architecture, inferred: Architecture) -> bool:
     return True
 
 
-def _compared(field: str, arch: Architecture) -> Any:
-    if field == "rope_scaling":  # Megatron has no word for the frequencies
+def _compared(field: str, arch: Architecture, stated: Args) -> Any:
+    if field == "rope_scaling" and not stated.get("rope_scaling"):  # Megatron has no word for the frequencies
         return arch.rope_scaling.factor if isinstance(arch.rope_scaling, Llama3Rope) else None
     return arch.max_positions + arch.position_offset if field == "max_positions" else getattr(arch, field)
 
@@ -304,12 +335,12 @@ def _misfits(arch: Architecture, spec: ConfigSpec) -> list[str]:
 
 def _of_no_family(args: Args, refused: list[_Refused]) -> ValueError:
     def names(misfits: Iterable[str]) -> list[str]:
-        candidates = [[key for key in _ARGUMENTS[field] if key in args] or [_ARGUMENTS[field][0]] for field in misfits]
+        candidates = [[key for key in ARGUMENTS[field] if key in args] or [ARGUMENTS[field][0]] for field in misfits]
         return list(dict.fromkeys(key for keys in candidates for key in keys))
 
     nearest = min(refused, key=lambda family: len(family.misfits))
     anywhere = {field for family in refused for field in family.misfits}
-    shown = [f"{key} = {args.get(key)!r}" for key in names(field for field in _ARGUMENTS if field in anywhere)]
+    shown = [f"{key} = {args.get(key)!r}" for key in names(field for field in ARGUMENTS if field in anywhere)]
     differs = f"which differs in {', '.join(names(nearest.misfits))}"
     if not nearest.misfits:
         differs = f"whose config.json would be refused ({nearest.why})"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.data.tokenizers.files import has_tokenizer
+
 FILES: Mapping[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "HuggingFaceTokenizer": ("tokenizer_model",),
@@ -30,6 +32,15 @@ def tokenizer_place(args: Mapping[str, Any]) -> Path | None:
     if not paths or kind in _OF_OTHER_FORMS or len({path.parent for path in paths}) > 1:
         return None
     return paths[0] if len(paths) == 1 else paths[0].parent
+
+
+def stored_tokenizer(checkpoint: Path, args: Mapping[str, Any]) -> Path | None:
+    """Folder with the tokenizer that a run saved in its checkpoint: Megatron-LM (`--save-tokenizer-assets`; its
+    TikTokenizer is of another form) in the iteration, NeMo 2 beside `weights/`. None: there is none that can be read.
+    """
+    places = [] if args.get("tokenizer_type") == "TikTokenizer" else [checkpoint / "tokenizer"]
+    places.append(checkpoint.parent / "context" / "nemo_tokenizer")
+    return next((place for place in places if place.is_dir() and has_tokenizer(place)), None)
 
 
 def tokenizer_in_words(args: Mapping[str, Any]) -> str:

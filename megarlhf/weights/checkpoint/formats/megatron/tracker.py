@@ -7,13 +7,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-TRACKER = "latest_checkpointed_iteration.txt"
+from megarlhf.model_directory import TRACKER
+
 RELEASE: Literal["release"] = "release"
 
 Iteration = int | Literal["release"]
 """Iteration of a checkpoint; `release` is one that no training run wrote, a converted one for instance."""
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
+_VERL_STEP = re.compile(r"global_step_(\d+)")
+"""Folder of one step, with the checkpoint below `actor/dist_ckpt` or `actor/model/dist_ckpt`."""
 
 
 def checkpoint_directory(root: str | PathLike[str], iteration: Iteration) -> Path:
@@ -50,8 +53,8 @@ def find_checkpoint(path: str | PathLike[str]) -> tuple[Path | None, Iteration |
                 f"{path / TRACKER} names {directory}, which does not exist; copy it, or name one that does"
             )
         return directory, iteration
-    if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
-        name = path.absolute().name
-        number = _FOLDER.fullmatch(name)
-        return path, int(number[1]) if number else RELEASE if name == RELEASE else None
+    if any(any(path.glob(name)) for name in (".metadata", "*.distcp", "mp_rank_*")):
+        names = [folder.name for folder in (path.absolute(), *path.absolute().parents[:3])]
+        number = _FOLDER.fullmatch(names[0]) or next(filter(None, map(_VERL_STEP.fullmatch, names)), None)
+        return path, int(number[1]) if number else RELEASE if names[0] == RELEASE else None
     return None, None

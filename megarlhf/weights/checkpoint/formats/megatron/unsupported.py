@@ -22,15 +22,27 @@ def _among(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-_SUPPORTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+def _losses_alone(value: Any) -> bool:
+    """Whether the router's balance, a name or a list of names, is a matter of losses."""
+    names = value if isinstance(value, list | tuple) else [value]
+    return all(name in (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss") for name in names)
+
+
+def _is_causal_window(value: Any) -> bool:
+    """Whether a window is absent, or (tokens to the left, 0)."""
+    return value is None or (isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0 <= value[0])
+
+
+SUPPORTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {
         "position_embedding_type": _among(None, "rope", "learned_absolute"),
         "normalization": _among(None, "RMSNorm", "LayerNorm"),
         "rotary_interleaved": _off,
+        "rope_scaling": lambda value: not value or isinstance(value, dict),
         "rotary_seq_len_interpolation_factor": _none_or_one,
         "no_rope_freq": _off,
         "window_attn_skip_freq": _off,
-        "window_size": lambda value: value is None or (value[1] == 0 and value[0] >= 0),
+        "window_size": _is_causal_window,
         "apply_layernorm_1p": _off,
         "apply_residual_connection_post_layernorm": _off,
         "squared_relu": _off,
@@ -65,19 +77,25 @@ _SUPPORTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "moe_router_group_topk": _off,
         "moe_router_topk_limited_devices": _off,
         "moe_router_force_load_balancing": _off,
-        # A name or a list of names; this one chooses by other probabilities, without gradients too.
-        "moe_router_load_balancing_type": lambda value: "sinkhorn" not in (value or ()),
+        # Others (sinkhorn, quantile_balancing) choose by other numbers than the probabilities, after training too.
+        "moe_router_load_balancing_type": _losses_alone,
+        "moe_router_force_biased": _among(None),
         "moe_apply_probs_on_input": _off,
         "moe_latent_size": _off,
+        # Rows of gate and up in turns: the tensors have the same shapes.
+        "moe_mlp_glu_interleave_size": _among(None),
+        "moe_shared_expert_glu_interleave_size": _among(None),
+        "use_mup": _off,
+        "enable_mhc_connections": _off,
         "encoder_num_layers": lambda value: True,
     }
 )
 """Arguments that change what a trained model computes, and the values that a family of ours has. Not here: precision,
-and what is meant for training (dropout, the router's jitter, the capacity of experts)."""
+and what is meant for training (dropout, the router's jitter, the capacity of experts): `fields.py` decides them."""
 
 
 def unsupported_args(args: Args) -> list[str]:
-    return [key for key, fits in _SUPPORTED.items() if key in args and not fits(args[key])]
+    return [key for key, fits in SUPPORTED.items() if key in args and not fits(args[key])]
 
 
 def refuse_unsupported(args: Args) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.placement import Placement, RankPlacements, contiguous_strides
+from megarlhf.weights.checkpoint.formats.megatron.stored import NO_PARAMETERS
+from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ForeignObject
 from megarlhf.weights.transport.extent import Extent
 
 _RENAMES = tuple(
@@ -38,7 +40,7 @@ def core_names(model: Any, path: Path) -> tuple[dict[str, Extent], bool]:
     """
     if not isinstance(model, dict):
         raise ValueError(f"{path} holds a model of type {type(model).__name__}, expected a dict of tensors; is it one?")
-    flat = _flatten(model)
+    flat = _flatten(model, path)
     if flat and all(name.startswith("module.") for name in flat):
         flat = {name.removeprefix("module."): extent for name, extent in flat.items()}
     legacy = any(name.startswith("language_model.") for name in flat)
@@ -52,14 +54,19 @@ def core_names(model: Any, path: Path) -> tuple[dict[str, Extent], bool]:
     return renamed, True
 
 
-def _flatten(model: Mapping[str, Any], prefix: str = "") -> dict[str, Extent]:
+def _flatten(model: Mapping[str, Any], path: Path, prefix: str = "") -> dict[str, Extent]:
     """Older models are dicts of dicts."""
     flat: dict[str, Extent] = {}
     for name, value in model.items():
         if isinstance(value, Extent):
             flat[f"{prefix}{name}"] = value
         elif isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= _flatten(value, path, f"{prefix}{name}.")
+        elif isinstance(value, ForeignObject) and not str(name).endswith(NO_PARAMETERS):
+            raise ValueError(
+                f"{path} stores {prefix}{name} as an object of {type(value)!r}, expected a tensor; save the "
+                "model with plain tensors where that class is installed"
+            )
     return flat
 
 

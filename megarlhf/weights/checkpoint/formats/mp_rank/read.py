@@ -17,7 +17,8 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.architectures.placements import Head
 from megarlhf.placement import RankPlacements
-from megarlhf.weights.checkpoint.formats.megatron.args import MegatronWeights, arch_of, stored_args
+from megarlhf.weights.checkpoint.formats.megatron.args import MegatronWeights, described_arch
+from megarlhf.weights.checkpoint.formats.megatron.stored import NO_PARAMETERS, stored_args
 from megarlhf.weights.checkpoint.formats.megatron.tracker import find_checkpoint
 from megarlhf.weights.checkpoint.formats.mp_rank.legacy import core_names, reorder_qkv
 from megarlhf.weights.checkpoint.formats.mp_rank.same_run import require_one_run
@@ -31,8 +32,6 @@ VERSION = 3.0
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED = re.compile(r"\.mlp\.experts\.(weight1|linear_fc1\.weight\d+)$")
-_HARMLESS = ("_extra_state", ".inv_freq", ".local_tokens_per_expert")
-"""Ends of names of what is no parameter: quantization state, computed buffers, counters."""
 _EXPERT_BIAS = ".router.expert_bias"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
@@ -68,10 +67,11 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
     files = {index: _read_file(path) for index, path in paths.items()}
     require_one_run({file.path: file.content for file in files.values()})
     first = files[min(files)]
-    args = stored_args(first.content)
+    stored_run = stored_args(first.content, first.path)
+    args = stored_run.values
     grid = _grid(folder, files, args)
     layout, head, num_layers = _layout(folder, grid, args)
-    arch = arch or arch_of(args)
+    arch = arch or described_arch(stored_run)
     if arch.num_layers != num_layers:
         raise ValueError(
             f"{folder} has {num_layers} layers, expected {arch.num_layers} of its description; "
@@ -85,7 +85,16 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
     extents = tuple(
         {name: of_rank[name] for name in part.storages} for part, of_rank in zip(parts, stored, strict=True)
     )
-    return MegatronWeights(folder, tuple(parts), extents, args=args, arch=arch, head=head, layout=layout)
+    return MegatronWeights(
+        folder,
+        tuple(parts),
+        extents,
+        args=args,
+        foreign=stored_run.foreign(),
+        arch=arch,
+        head=head,
+        layout=layout,
+    )
 
 
 # --- files ------------------------------------------------------------------------------------------
@@ -111,7 +120,7 @@ def _find_files(folder: Path) -> dict[tuple[int, ...], Path]:
 
 
 def _read_file(path: Path) -> _File:
-    content = read_torch_file(path)
+    content = read_torch_file(path, foreign=True)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected Megatron's dict with 'model'; is it one?")
     keys = ["model"] if "model" in content else [f"model{v}" for v in range(len(content)) if f"model{v}" in content]
@@ -261,7 +270,7 @@ def _check(
 ) -> None:
     """Raises ValueError that lists every tensor which is missing, not the model's, or of another shape."""
     problems = []
-    harmless = _HARMLESS if biased else (*_HARMLESS, _EXPERT_BIAS)
+    harmless = NO_PARAMETERS if biased else (*NO_PARAMETERS, _EXPERT_BIAS)
     for path, part, stored in zip(paths, parts, extents, strict=True):
         folder_of_rank = path.parent.name
         problems += [f"{folder_of_rank}: {name} is missing" for name in part.storages if name not in stored]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarlhf.weights.checkpoint.formats.megatron.args import stored_args
+from megarlhf.weights.checkpoint.formats.megatron.stored import stored_args
 
 _SAME = ("iteration", "checkpoint_version")
 _SAME_ARGS = (
@@ -32,10 +32,10 @@ _SAME_ARGS = (
 def require_one_run(contents: Mapping[Path, Mapping[str, Any]]) -> None:
     """Raises ValueError that names the files which say something else than the first one."""
     first, *others = sorted(contents)
-    expected = _run_of(contents[first])
+    expected = _run_of(contents[first], first)
     different = []
     for path in others:
-        for key, value in _run_of(contents[path]).items():
+        for key, value in _run_of(contents[path], path).items():
             if value != expected[key]:
                 different.append(f"{path.parent.name} has {key} = {value!r}, {first.parent.name} {expected[key]!r}")
     if different:
@@ -45,6 +45,6 @@ def require_one_run(contents: Mapping[Path, Mapping[str, Any]]) -> None:
         )
 
 
-def _run_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    stated = stored_args(content)
+def _run_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    stated = stored_args(content, path).values
     return {key: content.get(key) for key in _SAME} | {key: stated.get(key) for key in _SAME_ARGS}

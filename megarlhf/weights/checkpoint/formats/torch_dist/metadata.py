@@ -1,4 +1,4 @@
-"""Metadata of a `torch_dist` checkpoint: global tensors, their shards, and the blob of each shard.
+"""Metadata of checkpoints in `.distcp` files: global tensors, their shards, and the blob of each shard.
 
 `.metadata` pickles a `torch.distributed.checkpoint.metadata.Metadata`. Each shard of a tensor is a blob, a file
 of torch.save inside a `.distcp` file. Read here without torch.distributed, Megatron or any tensor's bytes.
@@ -6,14 +6,12 @@ of torch.save inside a `.distcp` file. Read here without torch.distributed, Mega
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +24,8 @@ from megarlhf.weights.transport.extent import Extent
 METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
+COMMON_STATE = "common_state/shard_0_1"
+"""Object with the content of `common.pt`, which Megatron-Core has not written since 0.19."""
 
 _ALLOWED = {**ALLOWED, ("torch.serialization", "_get_layout"): INERT}
 _INERT = (
@@ -63,45 +63,21 @@ class GlobalTensor:
     shards: tuple[SavedShard, ...]
 
 
-def is_torch_dist(directory: Path) -> bool:
-    """Whether it looks like one, complete or not."""
-    return (directory / METADATA).is_file() or (directory / CONFIG).is_file()
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """Content of `.metadata`: tensors and other objects by key, optimizer state included."""
 
-
-def check_config(directory: Path) -> None:
-    """Raises ValueError unless `metadata.json`, which Megatron writes last, names the torch_dist format."""
-    path = directory / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: the checkpoint was not finished, or is not Megatron's; copy it again")
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy it again from its source") from error
-    backend = config.get("sharded_backend") if isinstance(config, dict) else config
-    if backend != "torch_dist":
-        raise ValueError(
-            f"{path} names the backend {backend!r}, expected 'torch_dist'; read the checkpoint with Megatron and "
-            "save it with --ckpt-format torch_dist"
-        )
-
-
-def read_args(directory: Path) -> dict[str, Any]:
-    """The training run's arguments in `common.pt`, as `vars()` gives them; empty when it saved none.
-
-    Raises: ValueError when the file is missing, damaged, or names a class that is not allowed.
-    """
-    path = directory / COMMON
-    saved = read_torch_file(path)
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} holds a {type(saved).__name__}, expected a dict; copy it again from its source")
-    args = saved.get("args")
-    if not isinstance(args, (SimpleNamespace, dict, type(None))):
-        raise ValueError(f"{path} has args of type {type(args).__name__}, expected a Namespace; copy it again")
-    return dict(vars(args) if isinstance(args, SimpleNamespace) else args or {})
+    tensors: dict[str, GlobalTensor]
+    objects: dict[str, Blob]
 
 
 def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
-    """Every tensor of the checkpoint by key, optimizer state included, with its shards.
+    """The tensors of `read_metadata`."""
+    return read_metadata(directory).tensors
+
+
+def read_metadata(directory: Path) -> SavedState:
+    """Reads the places of everything in the checkpoint.
 
     Raises: ValueError when `.metadata` is missing, damaged or names another class, or a file is missing or too
     short, or shards do not fill a tensor.
@@ -110,7 +86,10 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}), expected a torch_dist checkpoint") from error
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}), and it says where the tensors in the .distcp files are: the "
+            "save was not finished, or the file was not copied along; take another iteration, or copy the file"
+        ) from error
     pickled = unpickle(raw, allowed=_ALLOWED, inert=_INERT, source=str(path))
     try:
         fields = _state(pickled, "Metadata")
@@ -118,10 +97,16 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
         for record, info in fields["storage_data"].items():  # of tensors and of other objects
             index = _state(record, "MetadataIndex")
             blobs[index["fqn"], _shape(index.get("offset") or ())] = _blob(directory, info)
+        described = fields["state_dict_metadata"].items()
         tensors = {
             _is(str, key): _tensor(key, record, blobs)
-            for key, record in fields["state_dict_metadata"].items()
+            for key, record in described
             if _kind(record) == "TensorStorageMetadata"
+        }
+        objects = {
+            _is(str, key): blobs[key, ()]
+            for key, record in described
+            if _kind(record) == "BytesStorageMetadata" and (key, ()) in blobs
         }
     except (AttributeError, KeyError, TypeError, IndexError, AssertionError) as error:
         raise ValueError(
@@ -131,7 +116,7 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
     except ValueError as error:
         raise ValueError(f"{path} {error}; the directory is damaged or incomplete: copy it again") from error
     _check_files(path, set(blobs.values()))
-    return tensors
+    return SavedState(tensors, objects)
 
 
 def _blob(directory: Path, record: InertObject) -> Blob:
@@ -153,6 +138,8 @@ def _tensor(key: str, record: InertObject, blobs: Mapping[tuple[str, Shape], Blo
     shards = []
     for chunk in fields["chunks"]:
         offsets, sizes = (_shape(_state(chunk, "ChunkStorageMetadata")[name]) for name in ("offsets", "sizes"))
+        if 0 in sizes:  # a rank of FSDP that has none of the rows
+            continue
         box = Box(offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
         if any(b > size for b, size in zip(box.stop, shape, strict=True)):
             raise ValueError(f"has a chunk of {key} at {offsets} of shape {sizes}, outside the tensor's {shape}")

@@ -1,4 +1,4 @@
-"""Megatron-Core's `torch_dist` distributed checkpoints, read without Megatron and without a process group.
+"""Checkpoints in `.distcp` files, `torch_dist` and others (`saved.py`), read without Megatron and a process group.
 
 Of a checkpoint saved at any layout, in any form of keys and with either spec's norm names, the reader makes one
 part: each shard that some rank saved is a storage, and the tensor map, cut along the shards, says which boxes
@@ -13,12 +13,11 @@ from itertools import product
 from os import PathLike
 from pathlib import Path
 
-from megarlhf.architectures.adapters import is_adapter_tensor
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
-from megarlhf.weights.checkpoint.formats.megatron.args import MegatronWeights, arch_of, layout_of
+from megarlhf.weights.checkpoint.formats.megatron.args import MegatronWeights, described_arch, layout_of
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
     GlobalSlice,
     KeyForm,
@@ -32,16 +31,12 @@ from megarlhf.weights.checkpoint.formats.torch_dist.keys import (
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import (
     GlobalTensor,
     SavedShard,
-    check_config,
-    read_args,
     read_extents,
-    read_tensors,
     require_apart,
 )
+from megarlhf.weights.checkpoint.formats.torch_dist.saved import EMBEDDING, SavedModel, read_saved
 
-EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-_OPTIMIZER = ("optimizer.", "chained_")
 
 
 def read_torch_dist(directory: str | PathLike[str], arch: Architecture | None = None) -> MegatronWeights:
@@ -53,58 +48,46 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture | None = 
     Raises: ValueError that lists every missing, extra or wrongly shaped tensor; or says that a file is missing,
     truncated, damaged, or names a class that is not on the allow-list.
     """
-    directory = Path(directory)
-    check_config(directory)
-    args = read_args(directory)
-    arch = arch or arch_of(args)
-    tensors = {key: tensor for key, tensor in read_tensors(directory).items() if not key.startswith(_OPTIMIZER)}
-    require_apart(directory, tensors.values())
-    if EMBEDDING not in tensors:
-        raise ValueError(
-            f"{directory} has no {EMBEDDING} among its {len(tensors)} tensors; "
-            + (
-                "it is the resume point of an adapter, without the model that the adapter is on: give what the run has "
-                "exported (checkpoints/latest)"
-                if any(is_adapter_tensor(name) for name in tensors)
-                else "give the checkpoint of a GPTModel"
-            )
-        )
+    return place_saved(read_saved(Path(directory)), arch)
+
+
+def place_saved(saved: SavedModel, arch: Architecture | None) -> MegatronWeights:
+    """The places of the model's tensors in what `read_saved` opened. Arguments and errors: `read_torch_dist`."""
+    tensors = saved.tensors
+    arch = arch or described_arch(saved.args)
+    require_apart(saved.directory, tensors.values())
     padded_vocab = tensors[EMBEDDING].shape[0]
     head: Head = "scalar" if OUTPUT in tensors and tensors[OUTPUT].shape[0] == 1 else "lm"
     (whole,) = MegatronLayout(padded_vocab=padded_vocab, spec="te").parts(arch, head)
-    slices = _slices_by_storage(directory, whole, tensors, key_form(tensors), arch)
+    slices = _slices_by_storage(saved, whole, key_form(tensors), arch)
     part, shards = _cut_along_shards(whole, slices, tensors)
     extents = read_extents({name: (shard, tensors[key].dtype) for name, (key, shard) in shards.items()})
     return MegatronWeights(
-        directory, (part,), (extents,), args=args, arch=arch, head=head, layout=layout_of(args, padded_vocab)
+        saved.directory,
+        (part,),
+        (extents,),
+        args=saved.args.values,
+        foreign=saved.args.foreign(),
+        arch=arch,
+        head=head,
+        layout=layout_of(saved.args.values, padded_vocab),
     )
 
 
 def _slices_by_storage(
-    directory: Path, whole: RankPlacements, tensors: Mapping[str, GlobalTensor], form: KeyForm, arch: Architecture
+    saved: SavedModel, whole: RankPlacements, form: KeyForm, arch: Architecture
 ) -> dict[str, list[GlobalSlice]]:
     """Places of each storage of the whole model.
 
     Raises: ValueError that lists all that differs.
     """
+    tensors = saved.tensors
     slices_of: dict[str, list[GlobalSlice]] = {}
     used: set[str] = set()
     missing: dict[str, None] = {}
     misshapen: dict[str, str] = {}
     for storage, shape in whole.storages.items():
-        name = StorageName.parse(storage)
-        other = name.other_norm()
-        candidates = [
-            global_slices(
-                candidate,
-                shape,
-                form,
-                num_layers=arch.num_layers,
-                num_experts=arch.num_experts,
-                gated=is_gated(storage, arch.gated_mlp),
-            )
-            for candidate in ([name] if other is None else [name, other])
-        ]
+        candidates = _candidates(storage, shape, form, arch)
         slices = next((c for c in candidates if all(part.key in tensors for part in c)), None)
         if slices is None:
             missing |= {part.key: None for part in candidates[0] if part.key not in tensors}
@@ -118,10 +101,21 @@ def _slices_by_storage(
     problems += [f"{key} is not part of the model" for key in tensors if key not in used]
     if problems:
         raise ValueError(
-            f"{directory} differs from the model's config.json in {len(problems)} tensors: {'; '.join(problems)}. "
-            "Check that config.json and the checkpoint belong together"
+            f"{saved.directory} ({saved.format}) differs from the model's config.json in {len(problems)} tensors: "
+            f"{'; '.join(problems)}. Check that config.json and the checkpoint belong together"
         )
     return slices_of
+
+
+def _candidates(storage: str, shape: Shape, form: KeyForm, arch: Architecture) -> list[list[GlobalSlice]]:
+    """Places that a storage may have: under either name of a norm; a gated fc1 in halves or whole (torch_dcp)."""
+    name, gated = StorageName.parse(storage), is_gated(storage, arch.gated_mlp)
+    other = name.other_norm()
+    return [
+        global_slices(candidate, shape, form, num_layers=arch.num_layers, num_experts=arch.num_experts, gated=in_halves)
+        for candidate in ([name] if other is None else [name, other])
+        for in_halves in ([True, False] if gated else [False])
+    ]
 
 
 def _cut_along_shards(

@@ -127,11 +127,16 @@ def _is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 
 def read_torch_file(
-    path: str | PathLike[str], *, offset: int = 0, length: int | None = None, allowed: Mapping[Name, Any] = ALLOWED
+    path: str | PathLike[str],
+    *,
+    offset: int = 0,
+    length: int | None = None,
+    allowed: Mapping[Name, Any] = ALLOWED,
+    foreign: bool = False,
 ) -> Any:
     """The object in a file of torch.save, or in a range of a file, with an Extent for every tensor.
 
-    `allowed`: see `unpickle`. Storages' bytes are not read; the pickle's CRC is checked.
+    `allowed`, `foreign`: see `unpickle`. Storages' bytes are not read; the pickle's CRC is checked.
 
     Raises: ValueError when the file is missing, damaged, of the format before torch 1.6, big-endian, or names a
     class that is not allowed.
@@ -141,7 +146,7 @@ def read_torch_file(
         archive = _Archive(FileRange(file, path, offset, length))
         raw = archive.content("data.pkl")
     table = {**allowed, **archive.allowed()}
-    return unpickle(raw, allowed=table, persistent_load=archive.storage, source=str(path))
+    return unpickle(raw, allowed=table, foreign=foreign, persistent_load=archive.storage, source=str(path))
 
 
 def check_crc(path: str | PathLike[str], *, offset: int = 0, length: int | None = None) -> list[str]:

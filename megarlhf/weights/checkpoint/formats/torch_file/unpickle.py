@@ -8,9 +8,10 @@ a name up in a table and nowhere else: nothing is imported. What the table gives
 - For `INERT_MODULES`, whose enums, configs and functions stand in checkpoints, a stand-in: a class made for this load
   whose objects, `InertObject`s, keep their arguments and state and do nothing.
 
-Every other name is refused. A pickle can also set the state of what it has: that is plain data, a stand-in, or a
-built-in type, which Python does not let it change; nothing of it outlives the load. Sizes are not limited: a pickle may
-still ask for more memory than there is.
+Every other name is refused; or, where a caller asks for it (`foreign`), becomes a stand-in too, a `ForeignObject`, but
+for `RUNNING`, names that only an attack has a use for. Nothing of a stand-in's class is imported or called. A pickle
+can also set the state of what it has: that is plain data, a stand-in, or a built-in type, which Python does not let it
+change; nothing of it outlives the load. Sizes are not limited: a pickle may still ask for more memory than there is.
 
 torch's own unpickler (`weights_only`, with stand-ins by `safe_globals`) does not read protocol 4, in which `.metadata`
 is written (docs/log.md).
@@ -25,7 +26,7 @@ import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,15 @@ INERT_MODULES = (
     "signal",
 )
 """Modules, with all below them, whose classes and functions become stand-ins."""
+
+RUNNING = frozenset(
+    {"os", "posix", "nt", "subprocess", "sys", "importlib", "runpy", "shutil", "socket", "pty", "ctypes", "code"}
+    | {"commands", "webbrowser", "multiprocessing", "pickle", "_pickle", "platform", "timeit", "pdb", "bdb"}
+    | {f"builtins.{name}" for name in ("eval", "exec", "compile", "open", "__import__", "input", "breakpoint")}
+    | {"io.open", "_io.open", "_io.FileIO"}
+)
+"""Modules, with all below them, and functions that start programs, run code or open files. A training run's arguments
+name none of them."""
 
 INERT: Any = object()
 """Entry of an allow-list for a name that becomes a stand-in."""
@@ -84,8 +94,15 @@ class InertObject(metaclass=_StandInType):
     def append(self, item: Any) -> None:
         self.items.append(item)
 
+    def add(self, item: Any) -> None:
+        self.items.append(item)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self.items.append((key, value))
+
+
+class ForeignObject(InertObject):
+    """Record of an object of a class of another package, which no list of ours has."""
 
 
 def _dict(*args: Any) -> dict[Any, Any]:
@@ -186,18 +203,19 @@ def unpickle(
     *,
     allowed: Mapping[Name, Any] = ALLOWED,
     inert: tuple[str, ...] = INERT_MODULES,
+    foreign: bool = False,
     persistent_load: Callable[[Any], Any] | None = None,
     source: str = "the pickle",
 ) -> Any:
     """The object pickled, made of plain data, `allowed` constructors' results and records.
 
-    Extend the list with `allowed={**ALLOWED, (module, name): function}`; an entry goes before `inert`. `source` names
-    the pickle in errors.
+    Extend the list with `allowed={**ALLOWED, (module, name): function}`; an entry goes before `inert`. `foreign`: names
+    of no list become `ForeignObject`s. `source` names the pickle in errors.
 
     Raises: ValueError on a name that is not allowed, and on bytes that are no pickle.
     """
     try:
-        return _Restricted(data, allowed, inert, persistent_load).load()
+        return _Restricted(data, allowed, inert, foreign, persistent_load).load()
     except _Refused as error:
         raise ValueError(f"{source} {error}") from None
     except Exception as error:
@@ -217,10 +235,11 @@ class _Restricted(pickle.Unpickler):
         data: bytes,
         allowed: Mapping[Name, Any],
         inert: tuple[str, ...],
+        foreign: bool,
         persistent_load: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._allowed, self._inert, self._persistent_load = allowed, inert, persistent_load
+        self._allowed, self._inert, self._foreign, self._persistent_load = allowed, inert, foreign, persistent_load
         self._names_of_python_2 = data[:1] != pickle.PROTO or data[1] < 3
         self._globals: dict[Name, Any] = {}
 
@@ -238,14 +257,28 @@ class _Restricted(pickle.Unpickler):
 
     def _resolve(self, module: str, name: str) -> Any:
         value = self._allowed.get((module, name), self)
-        if value is INERT or (value is self and f"{module}.".startswith(tuple(f"{root}." for root in self._inert))):
-            return _StandInType(name.rpartition(".")[2], (InertObject,), {"__module__": module, "__qualname__": name})
+        if value is INERT or (value is self and _is_below(module, self._inert)):
+            return _stand_in(InertObject, module, name)
         if value is self:
-            raise _Refused(
-                f"names {module}.{name}, which is not on the allow-list, so nothing was run. If you trust the file, "
-                "load it where that class is installed and save it again without it; a class that Megatron checkpoints "
-                "may hold belongs into megarlhf/weights/checkpoint/formats/torch_file/unpickle.py"
+            attack = _is_below(f"{module}.{name}", RUNNING)
+            if self._foreign and not attack:
+                return _stand_in(ForeignObject, module, name)
+            remedy = (
+                "No checkpoint needs it: open the file with nothing else, and ask who made it"
+                if attack
+                else "If you trust the file, load it where that class is installed and save it again without it; a "
+                "class that Megatron checkpoints may hold belongs into "
+                "megarlhf/weights/checkpoint/formats/torch_file/unpickle.py"
             )
+            raise _Refused(f"names {module}.{name}, which is not on the allow-list, so nothing was run. {remedy}")
         if isinstance(value, type) or not callable(value):
             return value
         return lambda *args: value(*args)  # of this load alone: a pickle may set a function's attributes
+
+
+def _is_below(name: str, roots: Iterable[str]) -> bool:
+    return f"{name}.".startswith(tuple(f"{root}." for root in roots))
+
+
+def _stand_in(base: type[InertObject], module: str, name: str) -> Any:
+    return _StandInType(name.rpartition(".")[2], (base,), {"__module__": module, "__qualname__": name})
