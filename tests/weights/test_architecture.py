@@ -86,7 +86,7 @@ REFUSED = [
     ("qwen2", {**WINDOW, "use_sliding_window": "yes"}, "use_sliding_window = 'yes'"),
     ("qwen2", {"layer_types": ["full_attention"] * 3}, "3 entries in layer_types|4 layers (num_hidden_layers)|correct"),
     ("qwen3", {**WINDOW, "max_window_layers": 0}, "sliding_window = 64|layers 0 to 3"),
-    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "'sliding_attention' for 1 of 4|layer 3"),
+    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "'sliding_attention' for 1 of 4"),
     ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "attention in chunks"),
     ("qwen3", {"attention_bias": "yes"}, "attention_bias = 'yes'|true or false"),
     ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
