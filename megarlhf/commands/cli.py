@@ -132,7 +132,8 @@ def parser() -> Parser:
 
 def _add_config(sub: Parser, name: str, metavar: str) -> None:
     """Add the arguments of a configuration, and all its keys at the end of the help."""
-    sub.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
+    text = "YAML configuration; - is standard input"
+    sub.add_argument("-c", "--config", required=name != "generate", action=Once, metavar="FILE", help=text)
     sub.add_argument("overrides", nargs="*", metavar=metavar, help="override configured values")
     sub.below = partial(_keys_below, name)
 
