@@ -48,6 +48,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Check the run, and start its ranks or join them."""
     from megarlhf.architectures.own_families import register_families_of
     from megarlhf.commands import launch
+    from megarlhf.commands.checked import refuse_shell_of_step
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
     from megarlhf.planning.preflight import preflight
@@ -64,6 +65,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
         cfg = with_defaults(cfg)
     cfg = with_room(cfg)
     os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
+    refuse_shell_of_step(cfg.run, "generate", os.environ)
     info = detect_rank(os.environ)
     launched = info is not None and launch.MARK not in os.environ
     if launched and not arguments.prompt:
