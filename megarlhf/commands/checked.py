@@ -47,8 +47,8 @@ def refuse_shell_of_step(run: RunConfig, command: str, env: Mapping[str, str]) -
         asked = f"run.nproc = {run.nproc}" if run.nproc > 1 else f"run.world_size = {run.world_size}"
         raise ValueError(
             f"{asked}, and this shell is the one task of a Slurm step (srun --pty, salloc), which by Slurm's variables "
-            f"is rank 0 of 1. Start the ranks of this node by `{WITHOUT_STEP} megarlhf {command} ...` or torchrun, those "
-            "of several nodes by srun with a task for each rank; or give run.nproc=1 run.world_size= for one rank"
+            f"is rank 0 of 1. Start the ranks of this node by `{WITHOUT_STEP} megarlhf {command} ...` or torchrun, and "
+            "those of several nodes by srun with a task for each rank; or give run.nproc=1 run.world_size= for one rank"
         )
 
 

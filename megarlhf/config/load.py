@@ -276,7 +276,7 @@ def _describe(
 
 
 def _section_wanted(kind: type[FrozenModel], location: Sequence[int | str], where: str) -> str:
-    """What to write in place of a value where a section is expected."""
+    """Advice on what to write in place of a value where a section is expected."""
     section = _section_at(kind, location)
     required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
     if required:

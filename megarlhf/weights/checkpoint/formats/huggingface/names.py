@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -35,8 +36,14 @@ def without_wrappers(directory: Path, tensors: Mapping[str, Extent]) -> dict[str
             "that by save_pretrained, and give the directory"
         )
     if prefix:
-        log.warning("%s: the name of every tensor begins with %s, which is left out", directory, prefix)
+        _tell(directory, prefix)
     return dict(zip(names, tensors.values(), strict=True))
+
+
+@functools.cache
+def _tell(directory: Path, prefix: str) -> None:
+    """Once in a process, which opens a model several times."""
+    log.warning("%s: the name of every tensor begins with %s, which is left out", directory, prefix)
 
 
 def single_experts(tensors: Mapping[str, Extent], arch: Architecture) -> dict[str, Extent]:
