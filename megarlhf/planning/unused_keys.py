@@ -248,5 +248,7 @@ def _is_set(cfg: FrozenModel, key: str) -> bool:
         is_given, section = name in section.model_fields_set, getattr(section, name)
         if section is None or not is_given:
             return False
+    if last not in section.model_fields_set:  # not every command has every key
+        return False
     usual = getattr(default, last) if isinstance(default, type(section)) else type(section).model_fields[last].default
-    return last in section.model_fields_set and getattr(section, last) != usual
+    return bool(getattr(section, last) != usual)

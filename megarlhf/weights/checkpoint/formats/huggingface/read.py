@@ -147,7 +147,7 @@ def _strides(extent: Extent) -> Shape:
 
 
 def _read_directory(directory: Path) -> dict[str, Extent]:
-    """Read the tensors in the order of transformers: safetensors first, and a single file wins over an index beside it."""
+    """Read the tensors in the order of transformers: safetensors first, and a single file before an index."""
     for single, index, read in ((SINGLE, INDEX, read_header), (TORCH_SINGLE, TORCH_INDEX, _read_bin)):
         if (directory / single).is_file():
             return read(directory / single)
