@@ -10,6 +10,8 @@ _ONLY_PRINT = frozenset({"keys", "completion", "--version", "--help", "-h"})
 
 def main() -> int:
     """Run the command line; returns the exit status. Ctrl-C prints one line and gives 130, also during imports."""
+    # Torch reads it when it is imported. Its C++ code, and vLLM's, would print warnings between the lines of a run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not sys.flags.safe_path and "" not in sys.path:
         sys.path.insert(0, "")  # finds reward functions in the working directory, also for the console script
     try:

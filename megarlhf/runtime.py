@@ -129,6 +129,22 @@ def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
     return None
 
 
+WITHOUT_STEP = "env -u SLURM_STEP_ID"
+"""Start of a command line by which a command in a Slurm step starts its own ranks."""
+
+
+def is_shell_of_step(env: Mapping[str, str]) -> bool:
+    """Whether a launcher's rank 0 of 1 is in truth a shell in a Slurm step of one task, or started from one.
+
+    `srun --pty bash` has SLURM_PTY_PORT. `salloc` opens the step 0xfffffffa where Slurm has `use_interactive_step`.
+    """
+    interactive = env.get("SLURM_STEP_ID") == str(0xFFFFFFFA) or "SLURM_PTY_PORT" in env
+    if not interactive or "LOCAL_WORLD_SIZE" in env:
+        return False
+    info = detect_rank(env)
+    return info is not None and info.world_size == 1
+
+
 def _tasks_of_node(tasks_per_node: str, node: int) -> int:
     """Tasks of a node. Slurm writes tasks per node as `8(x3),4`: three nodes of eight, then one of four."""
     counts: list[int] = []

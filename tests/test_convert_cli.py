@@ -73,6 +73,8 @@ def test_inspect_says_what_it_is(model, tmp_path, capsys):
     assert main(["inspect", out, "--tensors"]) == 0
     printed = capsys.readouterr().out
     parts = ("mp_rank", "tp 2, pp 2, vpp 1, ep 1", "llama, language model", "release", "4 of 16, 2 KV", "bfloat16")
+    first_rows = printed.splitlines()[1:3]
+    assert [row[0] for row in first_rows] == ["┌", "│"], f"a header without words: {first_rows}"
     assert not missing_names(printed, *parts, "decoder.layers.1.self_attention.linear_qkv.weight")
     for form in ("torch_dist", "mp_rank"):
         for stages in ("1,2,1", "1,1,2", "2,1,1"):

@@ -29,6 +29,28 @@ runpy.run_module("megarlhf", run_name="__main__")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "megarlhf doctor: interrupted\n")
 
 
+@pytest.mark.parametrize("given, expected", [(None, "ERROR"), ("INFO", "INFO")])
+def test_warnings_of_torch_s_c_code_are_off_before_torch_is_imported(given, expected, monkeypatch):
+    """Unless the user asks for them."""
+    code = """
+import os, sys
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("TORCH_CPP_LOG_LEVEL"))
+            sys.exit(3)
+sys.meta_path.insert(0, Torch())
+from megarlhf.__main__ import main
+sys.argv = ["megarlhf", "doctor"]
+main()
+"""
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given)
+    done = python("-c", code)
+    assert (done.returncode, done.stdout) == (3, f"{expected}\n"), done.stderr
+
+
 def test_a_signal_to_save_is_kept_while_modules_are_imported():
     """The run notes it as its own when it begins; before, it would end the process as a crash."""
     code = """

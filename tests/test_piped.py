@@ -40,6 +40,23 @@ def test_a_pipe_can_be_read_again_and_what_keeps_it_is_removed(pipe, tmp_path, o
             assert given == others
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_standard_input_is_one_whatever_it_is(pipe, tmp_path, capsys, name):
+    """A pipe, and a file (`< FILE`), which a rank could not read after the process that starts it."""
+    (tmp_path / "file.yaml").write_text("run: {dir: x, sead: 1}\n")
+    before = os.dup(0)
+    try:
+        for source in (pipe("run: {dir: x, sead: 1}\n"), str(tmp_path / "file.yaml")):
+            file = os.open(source, os.O_RDONLY)
+            os.dup2(file, 0)
+            os.close(file)
+            assert cli.main(["sft", "-c", name, "--dry-run"]) == 2
+            assert "unknown key 'run.sead'" in capsys.readouterr().err
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
 def test_a_command_reads_it(pipe, capsys):
     """As far as a mistake in it; the exit status is that of a user's mistake."""
     assert cli.main(["sft", "-c", pipe("run: {dir: x, sead: 1}\n"), "--dry-run"]) == 2

@@ -3,16 +3,23 @@
 Not covered: a real srun (tests marked `slurm`), NCCL, and a machine with a GPU beyond its driver's files.
 """
 
+import json
 import os
 from unittest import mock
 
 import pytest
 import torch
+import yaml
 
 from megarlhf import runtime
+from megarlhf.commands import cli
+from megarlhf.commands.checked import rank_notes, refuse_shell_of_step
+from megarlhf.config import RunConfig
 from megarlhf.parallel.megatron_cpu import megatron_device
-from megarlhf.runtime import RankInfo, capabilities, detect_rank, initialize
+from megarlhf.runtime import RankInfo, capabilities, detect_rank, initialize, is_shell_of_step
 from tests.ranks import RankPool
+from tests.refuses import missing_names
+from tests.weights.cases import TINY
 
 SRUN = {
     "SLURM_PROCID": "26",
@@ -29,6 +36,57 @@ SRUN = {
 
 def without(names, env=SRUN):
     return {name: value for name, value in env.items() if name not in names}
+
+
+ONE_TASK = {
+    **SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}  # fmt: skip
+SALLOC = {**ONE_TASK, "SLURM_STEP_ID": "4294967290"}
+"""The shell that `salloc` opens on a node, with `LaunchParameters=use_interactive_step`."""
+PTY = {**ONE_TASK, "SLURM_PTY_PORT": "41234", "SLURM_PTY_WIN_COL": "80", "SLURM_PTY_WIN_ROW": "24"}
+"""`srun --pty bash`"""
+
+
+@pytest.mark.parametrize("env, expected", [
+    (SALLOC, True), (PTY, True), (ONE_TASK, False), (SRUN, False), ({}, False),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+    ({**SRUN, "SLURM_PTY_PORT": "41234"}, False),
+    ({**PTY, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, False),
+    ({name: value for name, value in SALLOC.items() if name != "SLURM_STEP_ID"}, False),
+])  # fmt: skip
+def test_a_shell_in_a_step_is_told_from_a_task(env, expected):
+    """A step of several tasks, torchrun in the shell, and a start without the step are none."""
+    assert is_shell_of_step(env) is expected
+
+
+@pytest.mark.parametrize("command", [["sft"], ["generate", "--prompt", "1"]])
+@pytest.mark.parametrize("env", [SALLOC, PTY])
+def test_several_ranks_in_a_shell_of_a_step_are_refused_with_the_way_out(env, command, tmp_path, monkeypatch, capsys):
+    """They would silently be one. One rank may start there, and one plain task of a step is told how to have more."""
+    clear_slurm(monkeypatch)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    tree = {"run": {"dir": str(tmp_path / "run")}, "actor": {"model": {"path": str(tmp_path)}}}
+    if command == ["sft"]:
+        tree |= {"data": {"train": "x"}, "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1}}
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for override in ("run.nproc=2", "run.world_size=2"):
+        assert cli.main([*command, "-c", str(tmp_path / "file.yaml"), override]) == 2
+        names = (override.replace("=", " = "), "env -u SLURM_STEP_ID megarlhf", "srun --pty", "torchrun", "run.nproc=1")
+        assert not missing_names(capsys.readouterr().err, *names)
+    refuse_shell_of_step(RunConfig(dir=tmp_path), "sft", env)  # one rank
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.delenv("SLURM_PTY_PORT", raising=False)
+    (note,) = rank_notes(RunConfig(dir=tmp_path, nproc=2), 1, 1, launched=True)
+    assert not missing_names(note, "run.nproc = 2", "not used", "env -u SLURM_STEP_ID megarlhf")
+
+
+def clear_slurm(monkeypatch):
+    for name in os.environ:
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
 
 
 def test_a_plain_start_is_no_rank():

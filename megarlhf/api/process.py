@@ -23,7 +23,7 @@ from megarlhf.commands.process_tree import BUSY
 from megarlhf.planning.machine.determinism import environment
 from megarlhf.planning.machine.gpu_environment import gpu_environment
 from megarlhf.resume.signals import STOP_SIGNALS
-from megarlhf.runtime import detect_rank
+from megarlhf.runtime import WITHOUT_STEP, detect_rank, is_shell_of_step
 
 _SIGNALS = (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGVTALRM)
 _LOGGERS = ("", "megatron", "torch.distributed", "absl", "httpx", "vllm")
@@ -85,6 +85,8 @@ def _require_free(caller: str, as_rank: bool) -> None:
             f"{caller} was called in rank {info.rank} of {info.world_size} of a launcher (torchrun, srun), and every "
             "rank would start a run. Start `megarlhf COMMAND -c FILE` with the launcher, or call this in a process "
             "that no launcher has started"
+            + f"; this one is below a shell in a Slurm step: start Python by `{WITHOUT_STEP} python`"
+            * is_shell_of_step(os.environ)
         )
     if dist.is_initialized():
         raise ValueError(

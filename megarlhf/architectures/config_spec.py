@@ -58,6 +58,8 @@ class ConfigSpec:
     rope_types: tuple[str, ...] = ROPE_TYPES
     """RoPE types that transformers accepts for this model type."""
     refusals: tuple[Refusal, ...] = ()
+    window: Callable[[Mapping[str, Any], Facts], str] = lambda config, facts: ""
+    """Why some layers have a sliding window that `facts` do not have; empty: none has."""
 
 
 def read_facts(config: Mapping[str, Any], spec: ConfigSpec) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def read_facts(config: Mapping[str, Any], spec: ConfigSpec) -> dict[str, Any]:
         facts |= read_rope(config, facts, theta=spec.rope_theta, types=spec.rope_types)
     _check_heads(facts, spec)
     _check_experts(facts, spec)
+    _check_windows(config, facts, spec)
     for refusal in spec.refusals:
         value = config.get(refusal.key)
         if value is not None and refusal.wrong(value, facts):
@@ -180,6 +183,31 @@ def _check_experts(facts: Facts, spec: ConfigSpec) -> None:
         raise ValueError(
             f"config.json has {names[0]} = {facts['experts_per_token']}, more than {names[1]} = "
             f"{facts['num_experts']}; correct config.json"
+        )
+
+
+def _check_windows(config: Mapping[str, Any], facts: Facts, spec: ConfigSpec) -> None:
+    """Raises: ValueError unless every layer has the window of `facts`, or none where they have none."""
+    types, window = config.get("layer_types"), facts.get("sliding_window")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != facts["num_layers"]:
+            got = f"{len(types)} entries" if isinstance(types, list) else repr(types)
+            raise ValueError(
+                f"config.json has {got} in layer_types, expected one for each of its {facts['num_layers']} layers "
+                f"({_key_of(spec, 'num_layers')}); correct config.json"
+            )
+        kind = "full_attention" if window is None else "sliding_attention"
+        if others := [layer for layer, name in enumerate(types) if name != kind]:
+            raise ValueError(
+                f"config.json has layer_types {types[others[0]]!r} for {len(others)} of {len(types)} layers (layer "
+                f"{others[0]}, ...), expected {kind!r} for all, as sliding_window = {window} is read for "
+                f"{config.get('model_type')}: layers that differ are not implemented; use a model whose layers are "
+                "alike"
+            )
+    if why := spec.window(config, facts):
+        raise ValueError(
+            f"config.json has {why}: such a window is not implemented for {config.get('model_type')}; use a model "
+            "whose layers have none"
         )
 
 

@@ -132,7 +132,8 @@ def parser() -> Parser:
 
 def _add_config(sub: Parser, name: str, metavar: str) -> None:
     """Add the arguments of a configuration, and all its keys at the end of the help."""
-    sub.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
+    text = "YAML configuration; - is standard input"
+    sub.add_argument("-c", "--config", required=name != "generate", action=Once, metavar="FILE", help=text)
     sub.add_argument("overrides", nargs="*", metavar=metavar, help="override configured values")
     sub.below = partial(_keys_below, name)
 
@@ -293,7 +294,7 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
     """Check the run once, in the process that starts the ranks or on the first rank, and run it."""
     from megarlhf.architectures.own_families import register_families_of
     from megarlhf.commands import launch
-    from megarlhf.commands.checked import checked_run, rank_notes, rank_notes_in_errors
+    from megarlhf.commands.checked import checked_run, rank_notes, rank_notes_in_errors, refuse_shell_of_step
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
     from megarlhf.planning.preflight import check_layouts
@@ -302,6 +303,7 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
     # Before the check, which may import libraries that read these variables.
     os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
     register_families_of(cfg.roles())
+    refuse_shell_of_step(cfg.run, arguments.command, os.environ)
     info = detect_rank(os.environ)
     planned, starts = cfg.run.planned_ranks, info.world_size if info else cfg.run.nproc
 

@@ -228,6 +228,8 @@ def _cores() -> Finding:
 
 def _slurm(environ: Mapping[str, str]) -> Finding:
     """The scheduler's variables in this process."""
+    from megarlhf.runtime import WITHOUT_STEP, is_shell_of_step
+
     names = [name for name in environ if name.startswith("SLURM_")]
     if not names:
         on_path = "sbatch is on PATH" if shutil.which("sbatch") else "no sbatch on PATH either"
@@ -235,6 +237,11 @@ def _slurm(environ: Mapping[str, str]) -> Finding:
     shown = ["JOB_ID", "JOB_NODELIST", "NTASKS", "PROCID", "LOCALID", "NODEID", "CPUS_PER_TASK", "RESTART_COUNT"]
     value = ", ".join(f"{name}={environ[f'SLURM_{name}']}" for name in shown if f"SLURM_{name}" in environ)
     meaning = f"{len(names)} SLURM_ variables"
+    if is_shell_of_step(environ):
+        meaning += (
+            "; a shell in a step (srun --pty, salloc): megarlhf takes itself for the only rank of a launcher, and "
+        )
+        return Finding("Slurm", value, "note", f"{meaning}starts ranks of its own by `{WITHOUT_STEP} megarlhf ...`")
     if "SLURM_STEP_ID" in environ:
         return Finding("Slurm", value, "ok", meaning)
     # The shell of an sbatch script sees SLURM_PROCID=0 too, but belongs to no step.

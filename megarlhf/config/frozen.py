@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_origin
 
@@ -10,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+
+_VARIABLE = re.compile(r"\$(?:\{\w+\}|[A-Za-z_]\w*)")
 
 
 class FrozenModel(BaseModel):
@@ -46,7 +49,12 @@ class FrozenModel(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _expand_home(cls, value: Any) -> Any:
-        """Replace `~` in a path by the home directory, like a shell."""
+        """Replace `~` in a path by the home directory, like a shell. Variables are refused."""
+        if isinstance(value, Path) and (variable := _VARIABLE.search(str(value))) and not value.exists():
+            raise ValueError(
+                f"{value}: environment variables such as {variable[0]} are not expanded in a configuration; write the "
+                "whole path, or give it on the command line without single quotes, where the shell expands it"
+            )
         try:
             return value.expanduser() if isinstance(value, Path) else value
         except RuntimeError as error:

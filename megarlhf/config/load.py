@@ -198,31 +198,56 @@ def _apply_override(tree: dict[str, Any], override: str, kind: type[BaseModel] =
     *sections, last = key.split(".")
     node: Any = tree
     for depth, section in enumerate(sections, 1):
+        place = _place(node, section, override, kind, sections[: depth - 1])
         # An empty YAML section reads as None, and an absent one may have defaults.
-        if node.get(section) is None:
-            node[section] = {}
-        if isinstance(node[section], str) and (short := _short_form(kind, sections[:depth])):
-            node[section] = {short: node[section]}
-        node = node[section]
-        if isinstance(node, list):
-            raise ValueError(f"override {override!r}: {section} is a list of {len(node)}; give the whole list")
-        if not isinstance(node, dict):
+        if isinstance(node, dict) and node.get(place) is None:
+            node[place] = {}
+        if isinstance(node[place], str) and (short := _short_form(kind, sections[:depth])):
+            node[place] = {short: node[place]}
+        node = node[place]
+        if not isinstance(node, dict | list):
             raise ValueError(f"override {override!r}: {section} is a value ({node!r}), not a section")
+    place = _place(node, last, override, kind, sections)
     try:
-        node[last] = _read_yaml(text)
+        node[place] = _read_yaml(text)
     except _DuplicateKeyError as error:
         raise ValueError(f"override {override!r}: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: {text!r} is not valid YAML; quote it") from error
 
 
+def _place(node: Any, name: str, override: str, kind: type[BaseModel], sections: Sequence[str]) -> str | int:
+    """Where the part `name` of an override's key is in `node`: a key of a section, or a number in a list."""
+    where, index = ".".join(sections), int(name) if name.isdecimal() else None
+    if isinstance(node, list) and index is not None and index < len(node):
+        return index
+    if isinstance(node, list):
+        entries = f" (0 to {len(node) - 1})" if node else ""
+        raise ValueError(
+            f"override {override!r}: {where} is a list of {len(node)}, and {name!r} is no entry of it{entries}; name "
+            "one by its number, or give the whole list"
+        )
+    if index is not None and sections and _section_at(kind, _keys(sections)):
+        raise ValueError(
+            f"override {override!r}: {where} is no list in the file, so it has no entry {name}; leave the number out, "
+            "or give the whole list"
+        )
+    return name
+
+
+def _keys(sections: Sequence[str]) -> list[str]:
+    """Sections without numbers of entries of lists."""
+    return [part for part in sections if not part.isdecimal()]
+
+
 def _short_form(kind: type[BaseModel], location: Sequence[str]) -> str | None:
     """Key that a text in place of the section at `location` sets (`short_form`), if the section has one."""
-    return getattr(_section_at(kind, location), "short_form", None)
+    return getattr(_section_at(kind, _keys(location)), "short_form", None)
 
 
 def _without_list_indices(location: Sequence[int | str], tree: Any) -> list[int | str]:
-    """Location without indices of lists that the file does not write as lists, such as a single set of records."""
+    """Location without numbers of entries of lists that the file does not write as lists, such as a single set of
+    records."""
     shown: list[int | str] = []
     for part in location:
         if isinstance(part, int) and not isinstance(tree, list):
@@ -248,6 +273,8 @@ def _describe(
             text = f"unknown key {where!r}; {_hint(kind, item['loc'])}"
         elif item["type"] == "missing":
             text = f"missing key {where!r}" + " or 'train.num_epochs'" * (where == "train.num_steps")
+        elif item["type"] == "model_type":
+            text = f"{where}: got {item['input']!r}, expected {_section_wanted(kind, item['loc'], where)}"
         else:
             got = "" if item["type"] == "value_error" else f", got {item['input']!r}"
             text = (f"{where}: " if where else "") + item["msg"].removeprefix("Value error, ") + got
@@ -260,6 +287,15 @@ def _describe(
         else:
             of_overrides.append(f"override {override!r}: {text}")
     return "\n".join([f"{source}: " + "\n".join(of_file)] * bool(of_file) + of_overrides)
+
+
+def _section_wanted(kind: type[FrozenModel], location: Sequence[int | str], where: str) -> str:
+    """Advice on what to write in place of a value where a section is expected."""
+    section = _section_at(kind, location)
+    required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
+    if required:
+        return f"a section of keys ({', '.join(required)} and others)"
+    return f"a section of keys; for its defaults write {{}}, on the command line {where}='{{}}'"
 
 
 def _nearest_choice(given: str, expected: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import PositiveInt, field_validator
@@ -13,6 +15,10 @@ Targets = Literal["all-linear"] | tuple[str, ...]
 
 ADAPTER_SUFFIX = "_adapter"
 """Suffix of a role's name in the name of the folder of its exported adapter."""
+
+FULL_RATES: Mapping[str, float] = MappingProxyType({"sft": 1e-5, "rm": 5e-6, "dpo": 5e-7, "rl": 1e-6})
+"""Learning rate that `megarlhf init` writes for training all weights, by command. Adapters mostly take ten times as
+much."""
 
 
 class LoraConfig(FrozenModel):

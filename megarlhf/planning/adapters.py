@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.trained import count_trained, in_words
 from megarlhf.config import ROLES, DPOConfig, GenerateConfig, RLConfig, RoleConfig, trained_roles
+from megarlhf.config.lora import FULL_RATES
 from megarlhf.config.shared_base import separate_reference_reason
 from megarlhf.planning.machine.capabilities import AnyConfig, trained_tensors_of
 from megarlhf.rollout.engines import engine_of
@@ -36,6 +37,12 @@ def check_trained(
                     require_readable_by_peft(arch)
                 except ValueError as error:
                     raise ValueError(f"{export}: {error}") from None
+        rate = FULL_RATES.get(cfg.command, 0.0)
+        if is_trained and section.lora is not None and section.optim.lr <= rate:
+            notes.append(
+                f"{name}.optim.lr = {section.optim.lr:g} is a learning rate for training all weights (init writes "
+                f"{rate:g} for {cfg.command}); an adapter mostly takes ten times as much (docs/lora.md)"
+            )
         if is_trained and (section.lora or section.freeze or section.train_only):
             counts = count_trained(arch, ROLES[name].head, trained_tensors_of(arch, name, section))
             notes.append(f"{name}: {in_words(*counts)}{_adapter_note(arch)}")

@@ -236,11 +236,19 @@ def _evaluation_rules(cfg: EvaluateConfig) -> list[_Rule]:
 
 
 def _is_set(cfg: FrozenModel, key: str) -> bool:
-    """Whether a key is set to another value than its default. In a resolved file every key is set."""
+    """Whether the file sets a key to another value than its default. In a resolved file every key is set.
+
+    A section that is left out has the values that its parent gives it: `forward` of `eval`, say.
+    """
     *sections, last = key.split(".")
     section: Any = cfg
+    default: Any = None
     for name in sections:
-        section = getattr(section, name)
-        if section is None:
+        default = getattr(default, name, None) or type(section).model_fields[name].default
+        is_given, section = name in section.model_fields_set, getattr(section, name)
+        if section is None or not is_given:
             return False
-    return last in section.model_fields_set and getattr(section, last) != type(section).model_fields[last].default
+    if last not in section.model_fields_set:  # not every command has every key
+        return False
+    usual = getattr(default, last) if isinstance(default, type(section)) else type(section).model_fields[last].default
+    return bool(getattr(section, last) != usual)

@@ -139,6 +139,44 @@ def test_an_override_of_another_form_is_refused(refusal, override, names):
     assert not missing_names(refusal("sft", override), *names.split("|"))
 
 
+def test_an_override_of_an_entry_of_a_list(load, refusal):
+    """By its number; an entry in short form, a path alone, gets the keys of its section."""
+    rewards = load("rl", "rewards.1.clip=2", "rewards.0.weight=3").rewards
+    assert [(reward.kind, reward.weight, reward.clip, reward.shift) for reward in rewards] == [
+        ("model", 3.0, None, 0.5), ("rule", 2.0, 2.0, 0.0),
+    ]  # fmt: skip
+    sets = load(
+        "sft", "data.train.1.weight=3", "data.train.0=c.jsonl", "data.train.0.weight=1",
+        change=lambda tree: tree["data"].update(train=["a.jsonl", "b.jsonl"]),
+    ).data.train  # fmt: skip
+    assert [(str(found.path), found.weight) for found in sets] == [("c.jsonl", 1.0), ("b.jsonl", 3.0)]
+    for override, names in {
+        "rewards.2.clip=2": "rewards is a list of 2|'2'|0 to 1|whole list",
+        "rewards.clip=2": "rewards is a list of 2|'clip'|number",
+        "rewards.0.clap=2": "unknown key 'rewards.0.clap'|'clip'",
+        "critic.0.lora={}": "critic is no list|entry 0",
+        "data.train.0.weight=2": "data.train is no list|entry 0",
+    }.items():
+        assert not missing_names(refusal("rl", override), f"override {override!r}", *names.split("|"))
+    refused = refusal("rl", "rewards.0.clip=2", change=lambda tree: tree.pop("rewards"))
+    assert not missing_names(refused, "rewards is no list in the file", "whole list")
+
+
+@pytest.mark.parametrize("override, names", [
+    ("actor.lora=true", "actor.lora: got 'true'|{}|actor.lora='{}'"), ("actor.optim=fast", "'fast'|actor.optim='{}'"),
+    ("actor=true", "'true'|model and others"), ("data.train=3", "data.train: got 3|path and others"),
+    ("run.dir=${HOME}/x", "run.dir|${HOME}/x|environment variables|not expanded|command line"),
+    ("data.train=$DATA/x.jsonl", "data.train.path|$DATA|environment variables"),
+])  # fmt: skip
+def test_a_value_that_shells_and_other_programs_take_says_what_to_write(refusal, override, names):
+    assert not missing_names(refusal("sft", override), f"override {override!r}", *names.split("|"))
+
+
+def test_a_path_with_a_dollar_that_is_there(load, tmp_path):
+    (tmp_path / "$x").touch()
+    assert load("sft", f"data.train={tmp_path}/$x").data.train[0].path == tmp_path / "$x"
+
+
 def test_loaded_objects_are_frozen(load):
     cfg = load("rl")
     for section, name in (

@@ -17,8 +17,12 @@ from megarlhf.commands import chat as ask
 from megarlhf.commands import cli
 from megarlhf.config import load_config
 from megarlhf.config.ask import AskConfig
+from megarlhf.config.load import config_of
+from megarlhf.provenance import FILE as PROVENANCE
+from megarlhf.provenance import Provenance, Weights
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.chat import run
+from tests.chat_model import write_chat_model
 from tests.refuses import missing_names
 
 
@@ -50,6 +54,53 @@ def test_prompts_of_the_command_line_get_what_a_file_of_them_gets(file, ranks, t
     assert [line for line in said if "cut at" not in line] == [line["response"] for line in lines]
     assert len([line for line in said if "cut at" in line]) == sum(not line["finished"] for line in lines)
     assert second == ""
+
+
+@pytest.mark.parametrize("name", ["texts", "chat"])
+def test_a_model_alone_gets_what_a_file_would_say(name, one_layer, ranks, tmp_path, monkeypatch) -> None:
+    """By its chat template if it has one; lengths fit its positions; nothing is written."""
+    model = one_layer["plain"] if name == "texts" else write_chat_model(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    options = ["--prompt", "1+2=", "rollout.engine=megatron", "rollout.max_response_tokens=5"]
+    template = "plain" if name == "texts" else "chat"
+    tree = {"run": {"dir": str(tmp_path / "run")}, "actor": {"model": {"path": str(model)}}}
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(tree | {"data": {"template": template}}))
+    monkeypatch.chdir(tmp_path / "empty")
+    (alone,) = ranks.run(1, "command", "generate", "--model", str(model), *options)
+    (by_file,) = ranks.run(1, "command", "generate", "-c", str(tmp_path / "file.yaml"), *options)
+    assert alone == by_file
+    assert not missing_names(alone, "texts as they stand" if name == "texts" else "chat template")
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_defaults_of_a_model_alone(tmp_path) -> None:
+    """Overrides win. A model that has learnt texts alone in an earlier run is given texts."""
+    model = write_chat_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+
+    def lengths(*overrides: str) -> tuple[str, int, int]:
+        cfg = ask.with_room(ask.with_defaults(config_of(AskConfig, ask.tree_of(model), overrides)))
+        return cfg.data.template, cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens
+
+    assert lengths() == ("chat", 32, 32)
+    assert lengths("data.template=plain", "rollout.max_response_tokens=60") == ("plain", 4, 60)
+    assert lengths("data.max_prompt_tokens=7") == ("chat", 7, 32)
+    base = Weights(path=str(model), digest="0", dtype="fp32")
+    texts = Provenance(command="sft", role="actor", run="r", step=1, base=base, writing={"texts": {"end": 2}})
+    (model / PROVENANCE).write_text(texts.to_json())
+    assert lengths() == ("auto", 32, 32)
+
+
+@pytest.mark.parametrize("argv, names", [
+    (["--prompt", "1"], "-c FILE|--model DIR"), (["-c", "x.yaml", "--model", "m", "--prompt", "1"], "give one of"),
+    (["--model", "m"], "--model m|--prompt TEXT|--interactive|configuration"),
+    (["--model", "nowhere", "--prompt", "1"], "nowhere does not exist"),
+])  # fmt: skip
+def test_a_model_alone_needs_a_prompt(argv, names, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False)
+    assert cli.main(["generate", *argv]) == 2
+    assert not missing_names(capsys.readouterr().err, *names.split("|"))
 
 
 def typed(runtime: Runtime, file: str, lines: str) -> tuple[str, str]:

@@ -117,6 +117,17 @@ def test_an_unrelated_apex_is_a_problem(tmp_path, monkeypatch):
         ({}, "ok", "not inside a job"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "note", "no SLURM_STEP_ID"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, "ok", "3 SLURM_ variables"),
+        (
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_ID": "0",
+                "SLURM_NTASKS": "1",
+                "SLURM_PTY_PORT": "1",
+            },
+            "note",
+            "env -u SLURM_STEP_ID megarlhf",
+        ),
     ],
 )
 def test_slurm_variables(environ, verdict, words):

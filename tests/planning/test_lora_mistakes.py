@@ -110,6 +110,17 @@ def test_a_head_that_is_tied_is_said_to_be_the_embedding(dry_run: DryRun, models
     assert (status, missing_names(error, "tied", "model.embed_tokens.weight")) == (2, [])
 
 
+@pytest.mark.parametrize("command, rate, told", [
+    ("sft", "1e-5", True), ("sft", "1e-4", False), ("rl", "1e-6", True), ("rl", "1e-5", False),
+])  # fmt: skip
+def test_a_learning_rate_of_full_training_is_remarked_on(command: str, rate: str, told: bool, dry_run: DryRun) -> None:
+    """As `init` writes it, and the default; without an adapter nothing is said."""
+    for adapter, expected in (("actor.lora={}", told), ("actor.freeze=[lm_head]", False)):
+        status, output = dry_run(command, adapter, f"actor.optim.lr={rate}")
+        names = (f"actor.optim.lr = {float(rate):g}", "ten times", "docs/lora.md")
+        assert (status, not missing_names(output, *names)) == (0, expected), output
+
+
 def test_a_list_without_a_value_is_as_if_left_out(dry_run: DryRun) -> None:
     assert dry_run("sft", "actor.train_only=", "actor.freeze=[lm_head]")[0] == 0
 

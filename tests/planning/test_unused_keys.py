@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarlhf.config import GenerateConfig, SFTConfig
+from megarlhf.config import EvaluateConfig, GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.unused_keys import rarely_meant, without_effect
 from tests.planning.configs import rl, role, sft
@@ -60,6 +60,23 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     }  # fmt: skip
     assert keys("generate", GenerateConfig.model_validate(tree)) == {"actor.optim", "rollout.temperature"}
     assert keys("generate", GenerateConfig.model_validate(tree | {"greedy": False})) == {"actor.optim"}
+
+
+def test_a_default_of_a_section_is_not_set(paths):
+    """`eval` gives `forward` 16 samples, where other commands have no default: only the file sets a key."""
+    rule = {"rewards": [{"kind": "rule", "rule": "exact_match"}], "rollout": {"engine": "vllm"}}
+    tree = {"run": {"dir": "r"}, "actor": role(paths), "data": {"train": paths["train"]}, **rule}
+
+    def forward_keys(**changes):
+        notes = without_effect(EvaluateConfig.model_validate(tree | changes))
+        return [note.partition(": ")[2].partition(" ")[0] for note in notes if "forward." in note]
+
+    assert forward_keys() == []
+    assert forward_keys(forward={"micro_batch_samples": 16}) == [], "set to its default"
+    assert forward_keys(forward={"micro_batch_samples": 8}) == ["forward.micro_batch_samples"]
+    assert forward_keys(forward={"max_tokens_per_micro_batch": 64}) == ["forward.max_tokens_per_micro_batch"]
+    resolved = EvaluateConfig.model_validate(tree).model_dump()
+    assert forward_keys(**{key: value for key, value in resolved.items() if key not in tree}) == []
 
 
 @pytest.mark.parametrize("world_size, told", [(1, False), (2, True), (4, False), (None, False)])

@@ -22,7 +22,7 @@ from megarlhf.runtime import Runtime
 def asked(monkeypatch):
     """Builds an engine of tp 2 on a machine of four ranks; returns what vLLM's `LLM` was called with."""
 
-    def build(visible_devices=4, has_experts=False, llm=None, **rollout):
+    def build(visible_devices=4, has_experts=False, llm=None, window=None, **rollout):
         taken = {}
         fake = SimpleNamespace(LLM=llm or (lambda model, **arguments: taken.update(arguments, model=model)))
         monkeypatch.setitem(sys.modules, "vllm", fake)
@@ -34,7 +34,7 @@ def asked(monkeypatch):
             mock.patch.dict("os.environ"),
         ):
             settings = RolloutConfig.model_validate(rollout)
-            build_llm(Path("model"), torch.bfloat16, settings, 2, 128, runtime, has_experts)
+            build_llm(Path("model"), torch.bfloat16, settings, 2, 128, runtime, has_experts, window=window)
         return taken
 
     return build
@@ -42,7 +42,7 @@ def asked(monkeypatch):
 
 def test_logits_are_asked_for_in_fp32_and_weights_in_the_actor_s_dtype(asked):
     arguments = asked()
-    assert (arguments["hf_overrides"], arguments["dtype"]) == ({"head_dtype": "float32"}, "bfloat16")
+    assert (arguments["hf_overrides"]["head_dtype"], arguments["dtype"]) == ("float32", "bfloat16")
     assert (arguments["load_format"], arguments["logprobs_mode"], arguments["max_model_len"]) == (
         "dummy",
         "processed_logprobs",
@@ -69,6 +69,20 @@ def test_the_engine_reads_config_json_where_mistral_s_params_json_lies_beside_it
     thetas = {name: config.rope_parameters["rope_theta"] for name, config in read.items()}
     assert thetas == {"auto": 1e6, "hf": 100.0}
     assert asked()["config_format"] == "hf"
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_vllm_has_the_window_of_the_trainer(asked, tmp_path, monkeypatch, window):
+    """Of a Llama whose config.json has a sliding_window, which transformers never reads there, vLLM reads one."""
+    from vllm.transformers_utils.config import get_config
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**llama, "max_position_embeddings": 64, "sliding_window": 16}))
+    overrides = asked(window=window)["hf_overrides"]
+    monkeypatch.undo()
+    read = [get_config(str(tmp_path), trust_remote_code=False, hf_overrides_kw=hf) for hf in ({}, overrides)]
+    assert [config.sliding_window for config in read] == [16, window]
 
 
 def test_a_sampler_that_is_never_used_is_not_compiled(asked, monkeypatch):

@@ -73,11 +73,20 @@ def test_what_would_be_computed_wrongly_is_refused(changes, names):
         tiny(**changes)
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4, "layer_types": None}
+"""A window that no layer of four uses, as in QwQ-32B's first config.json; Qwen3-MoE reads no max_window_layers."""
+
 REFUSED = [
-    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "one kind of layer"),
+    ("mistral", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, "'full_attention' for 1 of 4|alike"),
+    ("mistral", {"layer_types": ["full_attention"] * 4}, "'full_attention' for 4 of 4|sliding_window = 7"),
+    ("phi3", {"layer_types": ["full_attention"] * 4}, "'full_attention' for 4 of 4|sliding_window = 7"),
     ("mistral", {"sliding_window": 0}, "sliding_window = 0|positive integer"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True|qwen2"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "full_attention"),
+    ("qwen2", {**WINDOW, "max_window_layers": 3}, "max_window_layers = 3|layers 3 to 3|whose layers have none|qwen2"),
+    ("qwen2", {**WINDOW, "max_window_layers": None}, "max_window_layers = None"),
+    ("qwen2", {**WINDOW, "use_sliding_window": "yes"}, "use_sliding_window = 'yes'"),
+    ("qwen2", {"layer_types": ["full_attention"] * 3}, "3 entries in layer_types|4 layers (num_hidden_layers)|correct"),
+    ("qwen3", {**WINDOW, "max_window_layers": 0}, "sliding_window = 64|layers 0 to 3"),
+    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "'sliding_attention' for 1 of 4"),
     ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "attention in chunks"),
     ("qwen3", {"attention_bias": "yes"}, "attention_bias = 'yes'|true or false"),
     ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
@@ -99,7 +108,7 @@ REFUSED = [
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "no shared experts"),
-    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+    ("qwen3_moe", WINDOW, "use_sliding_window|a window on all layers"),
     ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'|default, longrope"),
     ("phi3", {"attention_bias": True}, "attention_bias = True"),
     ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "0.2|heads of 16|3 channels|even"),
@@ -112,6 +121,26 @@ def test_what_a_family_does_not_support_is_refused(name, changes, names):
     assert architecture_from_hf(stated) == architecture(name)
     with refuses(*names.split("|")):
         architecture_from_hf({**stated, **changes})
+
+
+@pytest.mark.parametrize("name, changes", [
+    ("qwen2", WINDOW), ("qwen3", WINDOW), ("qwen2", {**WINDOW, "max_window_layers": 9}),
+    ("qwen2", {**WINDOW, "max_window_layers": 2, "layer_types": ["full_attention"] * 4}),
+    ("qwen2", {**WINDOW, "max_window_layers": 2, "sliding_window": None}),
+    ("qwen3_moe", {**WINDOW, "sliding_window": None}), ("mistral_whole", {"layer_types": ["full_attention"] * 4}),
+    ("mistral", {"layer_types": ["sliding_attention"] * 4}), ("llama", {"sliding_window": 64}),
+])  # fmt: skip
+def test_a_window_that_no_layer_has_is_none(name, changes):
+    """As in transformers: what it makes of the file, layer for layer, is what the architecture says."""
+    stated = {**config(name).to_dict(), **changes}
+    read = architecture_from_hf(stated)
+    assert read == architecture(name)
+    theirs = type(config(name))(**stated)
+    types = {"qwen2": getattr(theirs, "layer_types", None), "qwen3": getattr(theirs, "layer_types", None)}
+    if types.get(read.model_type) is not None:
+        assert set(types[read.model_type]) == {"full_attention"}
+    elif name != "llama":  # transformers' Llama never looks at the key
+        assert theirs.sliding_window == read.sliding_window
 
 
 def test_every_family_refuses_quantized_weights():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, Refusal, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, positive
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.architectures.families.llama import NO_BIASES, RELATIVES_FACTS, decoder
 from megarlhf.architectures.table import Family
@@ -18,13 +18,6 @@ FAMILY = Family(
             # 4096 is transformers' default for files that lack the key; null says that there is no window.
             "sliding_window": ConfigField(name="sliding_window", read=positive, default=4096, null_is_none=True),
         },
-        refusals=(
-            Refusal(
-                "layer_types",
-                lambda value, facts: True,
-                "a window on some layers only is not implemented; use a model with one kind of layer",
-            ),
-        ),
     ),
     table=decoder(INPUT_NORM, *ATTENTION, OUTPUT, *GATED_MLP),
 )

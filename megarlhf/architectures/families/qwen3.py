@@ -7,7 +7,7 @@ from dataclasses import replace
 from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, positive
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, OUTPUT_BIAS, QK_NORMS
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
-from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION
+from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION, upper_window
 from megarlhf.architectures.table import Family
 
 # vLLM's Qwen3 has no such bias, whatever attention_bias says (0.32).
@@ -25,6 +25,7 @@ FAMILY = Family(
             "qk_norm": True,
         },
         refusals=WHOLE_ATTENTION,
+        window=upper_window,
     ),
     table=decoder(INPUT_NORM, *QWEN3_ATTENTION, *GATED_MLP),
 )

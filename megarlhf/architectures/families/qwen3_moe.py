@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, Refusal, flag, positive
+from collections.abc import Mapping
+from typing import Any
+
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, Facts, Refusal, flag, positive
 from megarlhf.architectures.entries import INPUT_NORM
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
-from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION
+from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION, window_of
 from megarlhf.architectures.families.qwen3 import QWEN3_ATTENTION
 from megarlhf.architectures.moe import experts
 from megarlhf.architectures.table import Family
@@ -28,6 +31,12 @@ _ALIKE = (
     ),
 )
 
+
+def _window(config: Mapping[str, Any], facts: Facts) -> str:
+    window = window_of(config)
+    return "" if window is None else f"use_sliding_window and sliding_window = {window}, a window on all layers"
+
+
 FAMILY = Family(
     model_type="qwen3_moe",
     config=ConfigSpec(
@@ -43,6 +52,7 @@ FAMILY = Family(
             "renormalize_experts": ConfigField(name="norm_topk_prob", read=flag, default=False),
         },
         refusals=(*WHOLE_ATTENTION, *_ALIKE),
+        window=_window,
     ),
     table=decoder(INPUT_NORM, *QWEN3_ATTENTION, *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
 )

@@ -1,4 +1,4 @@
-"""Configurations that come through a pipe, as with `-c <(sed s/8/16/ sft.yaml)` and `-c /dev/stdin`."""
+"""Configurations that come through a pipe, as with `-c <(sed s/8/16/ sft.yaml)`, `-c -` and `-c /dev/stdin`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _OPTIONS = ("-c", "--config")
+_STANDARD_INPUT = "/dev/stdin"
 
 
 @contextlib.contextmanager
 def without_pipes(argv: Sequence[str]) -> Iterator[list[str]]:
-    """The arguments, with a temporary file in place of each pipe.
+    """The arguments, with a temporary file in place of each pipe and of standard input (`-`).
 
     A pipe can be read once, and only by this process. A configuration is read again by the ranks.
     """
@@ -29,6 +30,8 @@ def without_pipes(argv: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _is_pipe(path: str) -> bool:
+    if path in ("-", _STANDARD_INPUT):
+        return True
     try:
         return stat.S_ISFIFO(Path(path).stat().st_mode)
     except (OSError, ValueError):
@@ -38,5 +41,5 @@ def _is_pipe(path: str) -> bool:
 def _copied(path: str, stack: contextlib.ExitStack) -> str:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megarlhf-config-"))
     file = Path(folder) / "from_a_pipe.yaml"
-    file.write_bytes(Path(path).read_bytes())
+    file.write_bytes(Path(_STANDARD_INPUT if path == "-" else path).read_bytes())
     return str(file)

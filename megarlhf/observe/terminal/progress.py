@@ -48,11 +48,12 @@ def make_console() -> Console:
 
 
 def table(title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) -> Table:
-    """A table for `Progress.note` or a console. Columns of numbers are aligned to the right.
+    """A table for `Progress.note` or a console. Columns of numbers are aligned to the right. It has no header where all
+    columns are without a name.
 
     Floats are shortened by `format_number`; None is shown as a dash. Raises: ValueError for a row of the wrong length.
     """
-    result = Table(title=title, title_justify="left", title_style="bold")
+    result = Table(title=title, title_justify="left", title_style="bold", show_header=any(columns))
     for row in rows:
         if len(row) != len(columns):
             raise ValueError(f"table {title!r}: row {list(row)} has {len(row)} cells, expected {len(columns)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import ParallelConfig, PromptDataConfig, RoleConfig
+from megarlhf.config.lora import FULL_RATES
 from megarlhf.planning.init.inspection import Command, DataLook, ModelLook, quantile
 from megarlhf.planning.layout import check_role
 from megarlhf.rollout.engines import ENGINES
@@ -27,7 +28,6 @@ ENOUGH_TO_SHARE = 200
 """Fewest records of a set from which a share is set aside for validation."""
 MAX_SKIPPED: float = PromptDataConfig.model_fields["max_skipped"].default
 ROLE: dict[Command, str] = {"sft": "actor", "rm": "reward_model", "dpo": "actor", "rl": "actor"}
-_RATES: dict[Command, str] = {"sft": "1.0e-5", "rm": "5.0e-6", "dpo": "5.0e-7", "rl": "1.0e-6"}
 _TRAINED_BYTES, _SHARED_BYTES, _FROZEN_BYTES = 6, 12, 2
 """Bytes of a parameter in bf16: weight and fp32 gradient; master weight and Adam's moments, which are sharded over
 data-parallel ranks; a frozen weight."""
@@ -200,6 +200,7 @@ def config_text(draft: Draft, *, rewards: list[dict[str, Any]], engine: str, rew
     lengths = choose_lengths(draft)
     batch = batch_of(draft, lengths)
     model, command, ranks = draft.model, draft.command, draft.machine.ranks
+    rate = f"{FULL_RATES[command]:.1e}".replace("e-0", "e-")
     schedule = "" if command == "rl" else "schedule: cosine, "
     parallel = f"  parallel: {{tp: {draft.tp}, pp: {draft.pp}{', sequence_parallel: true' * (draft.tp > 1)}}}"
     further = ", random_init: true" * (not model.stored)
@@ -212,7 +213,7 @@ def config_text(draft: Draft, *, rewards: list[dict[str, Any]], engine: str, rew
         f"{ROLE[command]}:",
         f"  model: {{path: {_yaml(model.path)}, dtype: {model.dtype}{further}}}",
         parallel,
-        f"  optim: {{lr: {_RATES[command]}, {schedule}warmup_steps: {max(1, min(50, batch['num_steps'] // 10))}}}",
+        f"  optim: {{lr: {rate}, {schedule}warmup_steps: {max(1, min(50, batch['num_steps'] // 10))}}}",
     ]
     if reward_model is not None:
         lines += ["", "# Read, never trained: its scores are the reward.", "reward_model:"]

@@ -27,10 +27,11 @@ def build_llm(
     runtime: Runtime,
     has_experts: bool,
     *,
+    window: int | None = None,
     sleeps: bool = False,
     further: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """The engine with memory for weights and cache, its weights still dummies."""
+    """The engine with memory for weights and cache, its weights still dummies. window: the model's sliding window"""
     set_environment(rollout, runtime)
     from vllm import LLM
 
@@ -43,7 +44,8 @@ def build_llm(
         "config_format": "hf",
         "dtype": str(dtype).removeprefix("torch."),
         # Logits in fp32, as the trainer's: those of bf16 are 1/8 apart between 16 and 32. The weight stays as it is.
-        "hf_overrides": {"head_dtype": "float32"},
+        # vLLM applies a sliding_window of config.json to every model type, also to those that never have one.
+        "hf_overrides": {"head_dtype": "float32", "sliding_window": window},
         "skip_tokenizer_init": True,
         "tensor_parallel_size": tp,
         "distributed_executor_backend": "external_launcher",

@@ -95,6 +95,7 @@ class VllmEngine:
             max_model_len,
             self._runtime,
             bool(self._arch.num_experts),
+            window=self._arch.sliding_window,
             sleeps=self._sleep_level > 0,
             further=self._arguments(),
         )

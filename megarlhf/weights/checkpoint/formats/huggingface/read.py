@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 import struct
 from collections.abc import Collection, Mapping
 from os import PathLike
@@ -16,6 +16,7 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Head, canonical_names, logical_tensors
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
+from megarlhf.weights.checkpoint.formats.huggingface.names import single_experts, without_wrappers
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
 from megarlhf.weights.transport.extent import CheckpointWeights, Extent
 
@@ -33,13 +34,25 @@ DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_QUANTISED = (
+    "they are values of a quantised model, which is not read here, and not the model's own; use the version in bf16 "
+    "(publishers mostly have one beside it), or write the model back to bf16 with the program that quantised it"
+)
+MOST_NAMED = 12
+"""Differences of a kind that a message lists."""
 
 
 class HFFiles:
@@ -48,61 +61,77 @@ class HFFiles:
     def __init__(self, directory: str | PathLike[str]) -> None:
         """Raises: ValueError on missing shards, damaged files, or tensors that are only in the index."""
         self.directory = Path(directory)
-        self.tensors: dict[str, Extent] = {}
-        """Every stored tensor by its name in the files."""
-        for index, single, read in (  # in the order of transformers: a single file wins over an index beside it
-            (INDEX, SINGLE, read_header),
-            (TORCH_INDEX, TORCH_SINGLE, _read_bin),
-        ):
-            if (self.directory / single).is_file():
-                self.tensors = read(self.directory / single)
-                return
-            if (self.directory / index).is_file():
-                self.tensors = _read_index(self.directory / index, read)
-                return
-        raise ValueError(
-            f"{self.directory} has none of {INDEX}, {SINGLE}, {TORCH_INDEX}, {TORCH_SINGLE}; give a Hugging Face "
-            "model directory"
-        )
+        self.tensors = without_wrappers(self.directory, _read_directory(self.directory))
+        """Every stored tensor by its name in the files, without what wrappers such as DDP put before every name."""
 
     def weights(self, arch: Architecture, head: Head, *, extra: Collection[str] = ()) -> CheckpointWeights:
         """The logical tensors of the model as placements in these files.
 
         `extra` may be there unused (a tied model's `lm_head.weight`, say).
 
-        Raises: ValueError, listing every difference, unless the files hold exactly the model's tensors.
+        Raises: ValueError, listing differences of every kind, unless the files hold exactly the model's tensors.
         """
-        expected = logical_tensors(arch, head)
-        names = canonical_names(self.tensors, arch, head)
-        self._check(expected, names, extra)
-        extents = {names[tensor]: flat(self.tensors[names[tensor]]) for tensor in expected}
+        expected, tensors = logical_tensors(arch, head), single_experts(self.tensors, arch)
+        names = canonical_names(tensors, arch, head)
+        self._check(expected, tensors, names, extra)
+        extents = {names[tensor]: flat(tensors[names[tensor]]) for tensor in expected}
         placements = tuple(
-            Placement(tensor, Box.whole(shape), names[tensor], 0, _strides(self.tensors[names[tensor]]))
+            Placement(tensor, Box.whole(shape), names[tensor], 0, _strides(tensors[names[tensor]]))
             for tensor, shape in expected.items()
         )
         storages = {name: extent.shape for name, extent in extents.items()}
         part = RankPlacements(0, storages, placements, dict(expected))
         return CheckpointWeights(self.directory, (part,), (extents,))
 
-    def _check(self, expected: Mapping[str, Shape], names: Mapping[str, str], extra: Collection[str]) -> None:
-        problems = [f"{name} is missing" for name in expected if name not in names]
-        problems += [
-            f"{name} has shape {self.tensors[names[name]].shape}, expected {tuple(shape)}"
-            for name, shape in expected.items()
-            if name in names and self.tensors[names[name]].shape != tuple(shape)
-        ]
+    def _check(
+        self,
+        expected: Mapping[str, Shape],
+        tensors: Mapping[str, Extent],
+        names: Mapping[str, str],
+        extra: Collection[str],
+    ) -> None:
         used = {names[name] for name in expected if name in names}
-        allowed = {*extra, *(names[name] for name in extra if name in names)}
-        problems += [
-            f"{name} is not part of the model"
-            for name in self.tensors
-            if name not in used and name not in allowed and not f".{name}".endswith(IGNORED_SUFFIXES)
-        ]
-        if problems:
+        not_values = [name for name, extent in tensors.items() if _is_quantised(extent.dtype) and not _is_buffer(name)]
+        if of_model := [name for name in not_values if name in used]:
+            dtypes = sorted({str(tensors[name].dtype).removeprefix("torch.") for name in of_model})
             raise ValueError(
-                f"{self.directory} differs from what its config.json describes in {len(problems)} tensors: "
-                f"{'; '.join(problems)}. Check that config.json and the weights belong together"
+                f"{self.directory} stores {len(of_model)} of the model's {len(expected)} tensors in "
+                f"{', '.join(dtypes)} ({of_model[0]}, ...): {_QUANTISED}"
             )
+        missing = [f"{name} is missing" for name in expected if name not in names]
+        other_shapes = [
+            f"{name} has shape {tensors[names[name]].shape}, expected {tuple(shape)}"
+            for name, shape in expected.items()
+            if name in names and tensors[names[name]].shape != tuple(shape)
+        ]
+        allowed = {*extra, *(names[name] for name in extra if name in names)}
+        surplus = [
+            f"{name} is not part of the model"
+            for name in tensors
+            if name not in used and name not in allowed and not _is_buffer(name)
+        ]
+        if missing or other_shapes or surplus:
+            dtype = str(tensors[not_values[0]].dtype).removeprefix("torch.") if not_values else ""
+            why = f"It has tensors in {dtype}: {_QUANTISED}" if dtype else ""
+            raise ValueError(
+                f"{self.directory} differs from what its config.json describes in "
+                f"{len(missing) + len(other_shapes) + len(surplus)} tensors: "
+                f"{'; '.join(text for kind in (missing, other_shapes, surplus) for text in _first(kind))}. "
+                f"{why or 'Check that config.json and the weights belong together'}"
+            )
+
+
+def _first(differences: list[str]) -> list[str]:
+    more = len(differences) - MOST_NAMED
+    return differences if more <= 0 else [*differences[:MOST_NAMED], f"and {more} more of these"]
+
+
+def _is_buffer(name: str) -> bool:
+    return f".{name}".endswith(IGNORED_SUFFIXES)
+
+
+def _is_quantised(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point or dtype.itemsize == 1
 
 
 def flat(extent: Extent) -> Extent:
@@ -115,6 +144,53 @@ def flat(extent: Extent) -> Extent:
 
 def _strides(extent: Extent) -> Shape:
     return contiguous_strides(extent.shape) if extent.strides is None else extent.strides
+
+
+def _read_directory(directory: Path) -> dict[str, Extent]:
+    """Read the tensors in the order of transformers: safetensors first, and a single file before an index."""
+    for single, index, read in ((SINGLE, INDEX, read_header), (TORCH_SINGLE, TORCH_INDEX, _read_bin)):
+        if (directory / single).is_file():
+            return read(directory / single)
+        if (directory / index).is_file():
+            return _read_index(directory / index, read)
+    for single, read in ((SINGLE, read_header), (TORCH_SINGLE, _read_bin)):
+        if shards := _shards(directory, single):
+            return _read_shards(directory, shards, read)
+    raise ValueError(
+        f"{directory} has none of {INDEX}, {SINGLE}, {TORCH_INDEX}, {TORCH_SINGLE}; give a Hugging Face model directory"
+    )
+
+
+def _shards(directory: Path, single: str) -> list[str]:
+    """Names of the files `model-00001-of-00002.safetensors`, ... in the directory, in order."""
+    stem, _, suffix = single.partition(".")
+    name = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}")
+    return sorted(path.name for path in directory.glob(f"{stem}-*.{suffix}") if name.fullmatch(path.name))
+
+
+def _read_shards(directory: Path, shards: list[str], read: Any) -> dict[str, Extent]:
+    """All tensors of shards that have lost their index."""
+    stem, _, total = shards[0].partition(".")[0].rpartition("-of-")
+    whole = [f"{stem[:-5]}{number:05d}-of-{total}{Path(shards[0]).suffix}" for number in range(1, int(total) + 1)]
+    if missing := [name for name in whole if name not in shards]:
+        raise ValueError(
+            f"{directory} has no index and lacks {len(missing)} of {len(whole)} shards: {', '.join(missing)}; copy "
+            "them from the source"
+        )
+    if others := [name for name in shards if name not in whole]:
+        raise ValueError(
+            f"{directory} has no index, and shards of two sets: {shards[0]} and {others[0]}; remove those of one set"
+        )
+    tensors: dict[str, Extent] = {}
+    for name in shards:
+        for tensor, extent in read(directory / name).items():
+            if tensor in tensors:
+                raise ValueError(
+                    f"{directory}: {tensor} is in {tensors[tensor].path.name} and in {name}, and there is no index; "
+                    "the directory mixes two checkpoints: copy one again"
+                )
+            tensors[tensor] = extent
+    return tensors
 
 
 def _read_index(index: Path, read: Any) -> dict[str, Extent]:
@@ -136,7 +212,12 @@ def _read_index(index: Path, read: Any) -> dict[str, Extent]:
             f"{index} promises {len(missing_tensors)} tensors that its shards lack: {', '.join(missing_tensors)}; the "
             "directory mixes two checkpoints or is damaged: copy it again"
         )
-    unlisted = [f"{tensor} (in {name})" for name in files for tensor in headers[name] if tensor not in file_of]
+    unlisted = [
+        f"{tensor} (in {name})"
+        for name in files
+        for tensor in headers[name]
+        if tensor not in file_of and not _is_buffer(tensor)
+    ]
     if unlisted:
         raise ValueError(
             f"{index} does not list {len(unlisted)} tensors that its shards hold: {', '.join(unlisted)}; the "
@@ -168,6 +249,8 @@ def read_header(path: Path) -> dict[str, Extent]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             tensors = {name: _extent(path, 8 + length, entry) for name, entry in header.items()}
+        except _UnreadDtypeError as error:
+            raise ValueError(f"{path} has tensors of {error}: {_QUANTISED}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no sound safetensors header ({error}); copy it again") from error
     end = 8 + length
@@ -180,9 +263,13 @@ def read_header(path: Path) -> dict[str, Extent]:
     return tensors
 
 
+class _UnreadDtypeError(ValueError):
+    """A dtype that torch has no tensors of, such as packed numbers of four bits."""
+
+
 def _extent(path: Path, base: int, entry: Mapping[str, Any]) -> Extent:
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {entry['dtype']!r} is not one of {', '.join(DTYPES)}")
+        raise _UnreadDtypeError(f"dtype {entry['dtype']!r}, expected one of {', '.join(DTYPES)}")
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     dtype = DTYPES[entry["dtype"]]
     if any(not isinstance(n, int) or n < 0 for n in (*shape, start, end)):
@@ -193,5 +280,22 @@ def _extent(path: Path, base: int, entry: Mapping[str, Any]) -> Extent:
 
 
 def is_huggingface(directory: Path) -> bool:
-    """Whether the directory holds weights in one of the forms that `HFFiles` reads."""
-    return any(os.path.isfile(directory / name) for name in (INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE))
+    """Whether the directory holds weights in one of the forms that `HFFiles` reads.
+
+    Raises: ValueError for other forms of weights that belong to Hugging Face models, and what to give instead.
+    """
+    if any((directory / name).is_file() for name in (INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE)):
+        return True
+    if _shards(directory, SINGLE) or _shards(directory, TORCH_SINGLE):
+        return True
+    if adapters := sorted(directory.glob("adapter_model.*")):
+        raise ValueError(
+            f"{directory} is a PEFT adapter ({adapters[0].name}) and no model: give the model that it is on, and it as "
+            "lora.path; to convert the two, merge them first (PEFT's merge_and_unload, then save_pretrained)"
+        )
+    if own := sorted(directory.glob("consolidated*.safetensors")):
+        raise ValueError(
+            f"{directory} has weights in Mistral's own format alone ({own[0].name}); give a directory with the model "
+            f"in Hugging Face's ({SINGLE}, or shards of it), which its publisher mostly has too"
+        )
+    return False
