@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from os import PathLike
 from pathlib import Path
@@ -27,6 +28,42 @@ _PARTS = (
 )
 """Folders in which other programs put a model's weights, those to be preferred first."""
 _WEIGHTS = (".metadata", "*.distcp", "mp_rank_*", "*.safetensors", "pytorch_model*.bin")
+
+
+_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+
+
+def from_hub(path: str | PathLike[str], *, weights: bool = True) -> Path:
+    """Directory of the model at `path`: itself where it exists or cannot be a name of the Hugging Face hub, else the
+    hub's model of that name (`org/name`, or `org/name@revision`), downloaded once. `weights`: not only its small files
+
+    Raises: ValueError where the hub has no such model, or cannot be asked.
+    """
+    path = Path(path)
+    match = _HUB_NAME.fullmatch(str(path))
+    if path.exists() or match is None:
+        return path
+    from huggingface_hub import constants, snapshot_download
+
+    name, revision = match["name"], match["revision"]
+    try:
+        directory = Path(snapshot_download(name, revision=revision, allow_patterns=list(_SMALL_FILES)))
+        for kind in ("model*.safetensors", "pytorch_model*.bin") if weights else ():
+            snapshot_download(name, revision=directory.name, allow_patterns=[kind])
+            if any(directory.glob(kind)):
+                break
+    except Exception as error:  # network, name, revision, permission: one message for all
+        asked = "was looked for among the models downloaded from the Hugging Face hub (HF_HUB_OFFLINE is set)"
+        if not constants.HF_HUB_OFFLINE:
+            asked = "was looked for on the Hugging Face hub"
+        raise ValueError(
+            f"{path} does not exist (working directory: {Path.cwd()}), and {asked}: {type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}. Correct the path or the name; a model with conditions needs "
+            f"HF_TOKEN; where there is no network, run `hf download {name}` on a machine with one that shares "
+            f"HF_HOME = {os.environ.get('HF_HOME', '~/.cache/huggingface')}, or give a directory"
+        ) from error
+    return directory
 
 
 def find_part(path: str | PathLike[str]) -> Path:
@@ -65,7 +102,8 @@ def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None 
     """
     for given in (path,) if hf is None else (path, hf):
         if not Path(given).exists():
-            raise ValueError(f"{given} does not exist (working directory: {Path.cwd()}); correct the path")
+            hub = f", or download it: hf download {given}" if _HUB_NAME.fullmatch(str(given)) else ""
+            raise ValueError(f"{given} does not exist (working directory: {Path.cwd()}); correct the path{hub}")
     path = find_part(path)
     if hf is not None:
         if (path / "config.json").is_file() and not path.samefile(hf):

@@ -16,6 +16,7 @@ from megarlhf.api.current import require_current
 from megarlhf.api.process import borrowed_process
 from megarlhf.api.result import RunResult
 from megarlhf.config import dump_config
+from megarlhf.config.roles import with_hub_models
 from megarlhf.resume.signals import INTERRUPTED, StopRun
 from megarlhf.runtime import RankInfo, Runtime
 
@@ -51,7 +52,7 @@ def run(command: Command, config: Config, *, overrides: Sequence[str] = (), npro
     Raises: ValueError for a mistake, with the sentence of the command line; RunFailed where started ranks have failed;
     StopRun where the run was asked to stop and has saved: the same call goes on.
     """
-    cfg = config_of_command(command, config, overrides, nproc)
+    cfg = with_hub_models(config_of_command(command, config, overrides, nproc))
     ranks = cfg.run.nproc
     with borrowed_process("run", cfg):
         require_current(cfg)

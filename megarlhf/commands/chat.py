@@ -12,6 +12,7 @@ from megarlhf.commands.arguments.parser import Once
 from megarlhf.config import load_config
 from megarlhf.config.ask import AskConfig
 from megarlhf.config.load import config_of, names_section
+from megarlhf.config.roles import with_hub_models
 
 ENTRY = "megarlhf.trainers.generation.chat:run"
 MOST_TOKENS = 4096
@@ -60,6 +61,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
         cfg = load_config(AskConfig, arguments.config, arguments.overrides)
     else:
         cfg = config_of(AskConfig, tree_of(arguments.model), arguments.overrides, source=f"--model {arguments.model}")
+    cfg = with_hub_models(cfg)
     register_families_of(cfg.roles())
     if arguments.model is not None:
         cfg = with_defaults(cfg)

@@ -295,11 +295,13 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
     from megarlhf.architectures.own_families import register_families_of
     from megarlhf.commands import launch
     from megarlhf.commands.checked import checked_run, rank_notes, rank_notes_in_errors, refuse_shell_of_step
+    from megarlhf.config.roles import with_hub_models
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
     from megarlhf.planning.preflight import check_layouts
     from megarlhf.runtime import RankInfo, detect_rank
 
+    cfg = with_hub_models(cfg)
     # Before the check, which may import libraries that read these variables.
     os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
     register_families_of(cfg.roles())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -12,13 +12,16 @@ from megarlhf.config.frozen import Fraction as Fraction
 from megarlhf.config.frozen import FrozenModel, NonNegative, Positive
 from megarlhf.config.lora import LoraConfig
 from megarlhf.layout import MeshLayout, split_chunks
-from megarlhf.model_directory import require_hf_directory
+from megarlhf.model_directory import from_hub, require_hf_directory
+
+ConfigT = TypeVar("ConfigT", bound=FrozenModel)
 
 
 class ModelConfig(FrozenModel):
     path: Path
-    """A Hugging Face directory, or a Megatron checkpoint (`torch_dist` or `mp_rank`) of any layout. With
-    `random_init` only its config.json and tokenizer are read."""
+    """A Hugging Face directory; a model of the Hugging Face hub, `org/name` or `org/name@revision`, which is downloaded
+    (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE count); or a Megatron checkpoint of any layout. With `random_init` only
+    config.json and tokenizer are read."""
     hf: Path | None = None
     """A directory with config.json and tokenizer, for a Megatron checkpoint without them."""
     tokenizer: Path | None = None
@@ -297,3 +300,17 @@ class RoleConfig(FrozenModel):
                 "number of layers, and other values take none"
             )
         return self
+
+
+def with_hub_models(cfg: ConfigT) -> ConfigT:
+    """The configuration with local directories in place of models of the Hugging Face hub, which are downloaded.
+
+    Raises: ValueError for a model that is neither here nor there.
+    """
+    changed: dict[str, Any] = {}
+    for name in type(cfg).model_fields:
+        section = getattr(cfg, name)
+        if isinstance(section, RoleConfig) and not section.model.path.exists():
+            path = from_hub(section.model.path, weights=not section.model.random_init)
+            changed[name] = section.model_copy(update={"model": section.model.model_copy(update={"path": path})})
+    return cfg.model_copy(update=changed) if changed else cfg

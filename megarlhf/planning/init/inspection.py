@@ -33,7 +33,7 @@ from megarlhf.data.sources.find import FoundSource, find
 from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
 from megarlhf.data.text.templates import Conversation, Template, has_template
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.model_directory import end_tokens, require_hf_directory
+from megarlhf.model_directory import end_tokens, from_hub, require_hf_directory
 from megarlhf.planning.data.formatting import has_special_tokens
 from megarlhf.provenance import read_provenance
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
@@ -100,6 +100,7 @@ class DataLook:
 
 def look_at_model(path: Path, families: tuple[str, ...] = ()) -> ModelLook:
     """Inspect a model. Raises: ValueError for an unknown family, or a model without a tokenizer."""
+    path = from_hub(path)
     directory = require_hf_directory(path)
     arch = architecture_from_hf(directory)
     model = ModelConfig(path=path)
