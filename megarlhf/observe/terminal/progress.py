@@ -35,6 +35,12 @@ HEADLINES = (
 )
 """Metrics in order of importance. The first few that a command logs are shown."""
 
+SPEEDS = {
+    "rollout_tokens_per_second": "tokens/s drawn",
+    "tokens_per_second": "tokens/s trained",
+    "peak_memory_gib": "GiB peak",
+}
+"""Metrics that are shown behind those, with their units."""
 MAX_SHOWN = 6
 NOISE = 1e-12
 """Magnitude below which a number is a rounding error of fp32 or fp64 sums."""
@@ -202,12 +208,17 @@ class Progress:
     def _times(self) -> str:
         """Elapsed time of this process, and the remaining time at its pace (unknown before its first step)."""
         elapsed, done_here = self._clock() - self._begin, self._done - self._start
-        left = elapsed / done_here * max(self._total - self._done, 0) if done_here > 0 else None
-        return f"elapsed {format_duration(elapsed)}  left {format_duration(left)}"
+        if done_here <= 0:
+            return f"elapsed {format_duration(elapsed)}  left {format_duration(None)}"
+        pace = elapsed / done_here
+        left = format_duration(pace * max(self._total - self._done, 0))
+        return f"elapsed {format_duration(elapsed)}  left {left}  {format_number(pace)} s/step"
 
     def _shown(self) -> list[str]:
         names = [name for name in self._headline if name in self._latest][:MAX_SHOWN]
-        return [f"{name} {format_number(self._latest[name])}" for name in names]
+        return [f"{name} {format_number(self._latest[name])}" for name in names] + [
+            f"{format_number(self._latest[name])} {unit}" for name, unit in SPEEDS.items() if name in self._latest
+        ]
 
     def _renderable(self) -> RenderableType:
         self._bar.update(self._bar.task_ids[0], completed=self._done, times=self._times())
