@@ -108,10 +108,11 @@ def last_step(metrics: Path) -> int:
 
 
 def growths(measured: Sequence[Mapping[str, float]], *, first: int, block: int) -> dict[str, Growth]:
-    """Growth of each quantity over the medians of blocks of steps, from step `first` on."""
+    """Growth of each quantity over the medians of blocks of steps, from step `first` on, without what was measured
+    after the last step, while the run ended."""
     blocks: dict[int, list[Mapping[str, float]]] = {}
     for row in measured:
-        if row["step"] >= first:
+        if first <= row["step"] < measured[-1]["step"]:
             blocks.setdefault(int(row["step"]) // block, []).append(row)
     steps = [statistics.fmean(row["step"] for row in rows) for rows in blocks.values()]
     names = [name for name in measured[0] if name not in ("step", "seconds")]
