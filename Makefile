@@ -84,7 +84,7 @@ $(VENV_GPU)/.installed: requirements/gpu.txt requirements/transformer-engine.txt
 	CUDA_HOME=$$site/cu13 PATH=$$site/cu13/bin:$$PATH LIBRARY_PATH=$$site/cu13/lib \
 	CPATH=$$site/cu13/include:$$site/cudnn/include:$$site/nccl/include NVTE_FRAMEWORK=pytorch MAX_JOBS=$${MAX_JOBS:-4} \
 	$(VENV_GPU)/bin/python -m pip install --no-deps --no-build-isolation -r requirements/transformer-engine.txt || \
-		echo "make venv-gpu: TransformerEngine could not be compiled (g++ is needed; see above). Without it" \
+		echo "make venv-gpu: TransformerEngine could not be compiled (it needs g++ and Python headers; see above). Without it" \
 		"Megatron-Core's own layers are used, which are slower" >&2
 	$(VENV_GPU)/bin/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@

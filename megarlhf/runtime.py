@@ -230,6 +230,14 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
                 "slurm/run.sbatch (which sets MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
             )
         os.environ["MASTER_PORT"] = str(free_port())
+    address = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise ValueError(
+            f"rank {info.rank} finds no host of the name MASTER_ADDR = {address!r}: {error.strerror}. Export one that "
+            "every node resolves, such as the first rank's address; under Slurm in the script that MEGARLHF_ENV names"
+        ) from error
     os.environ["RANK"] = str(info.rank)
     os.environ["LOCAL_RANK"] = str(device_index)
     os.environ["WORLD_SIZE"] = str(info.world_size)

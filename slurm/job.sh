@@ -56,17 +56,31 @@ prepare_job() { # arguments: what the script expects on its command line, and th
 source_site_script() {
     if [[ -z ${MEGARLHF_ENV:-} ]]; then return; fi
     set +u # modules and activation scripts read unset variables
-    trap 'echo "$script: MEGARLHF_ENV = $MEGARLHF_ENV ended the job with status $?; it is sourced: no exit" >&2' EXIT
+    local result=0
+    if [[ ! -f $MEGARLHF_ENV ]]; then die "MEGARLHF_ENV = $MEGARLHF_ENV is no file on $(hostname)"; fi
+    trap 'echo "$script: MEGARLHF_ENV = $MEGARLHF_ENV ended the job with status $?; it is sourced: no exit" >&2
+        exit 2' EXIT
     # shellcheck source=/dev/null
-    source "$MEGARLHF_ENV" || {
+    source "$MEGARLHF_ENV" || result=$?
+    if ((result)); then
         trap - EXIT
-        die "MEGARLHF_ENV = $MEGARLHF_ENV ended with status $?; let its last command succeed"
-    }
+        die "MEGARLHF_ENV = $MEGARLHF_ENV ended with status $result; let its last command succeed"
+    fi
     if [[ $(trap -p EXIT) == *MEGARLHF_ENV* ]]; then trap - EXIT; fi
     set -u
 }
 
+require_command() { # where no container has it
+    if ((${#launcher[@]} == 0)) && [[ ${srun_args[*]} != *--container* ]] && ! command -v "$1" >/dev/null; then
+        die "$1 is not on PATH; activate its environment in a script of yours, and name that: export" \
+            "MEGARLHF_ENV=/shared/site.sh (job.sh, beside this script, has an example)"
+    fi
+}
+
 run_once() { # arguments: the command of a task
+    require_command "$1"
+    # Slurm would begin it anew after a failed node, in a directory that has results already.
+    scontrol update "JobId=$SLURM_JOB_ID" Requeue=0 2>/dev/null || true
     echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, ${SLURM_NTASKS:-?} tasks: $*"
     # The signal before the time limit is for training; it would end these tasks.
     # shellcheck disable=SC2016 # expanded in the task
@@ -83,7 +97,7 @@ run_once() { # arguments: the command of a task
 #   nodes       nodes of the attempt that runs;   excluded   nodes that failed;   asked   those of sbatch --exclude
 
 run_and_requeue() { # arguments: the command of a task
-    local left
+    require_command "$1"
     require_finished "${MEGARLHF_AFTER:-}"
     open_memory
     stopped=0
@@ -198,6 +212,7 @@ queue_again() { # an answer may be lost where the controller is busy
 requeue() { # Slurm ends this script while it runs the loop: SIGTERM is caught, SIGKILL comes KillWait later
     local nodes try
     nodes=$(cat "$memory/asked" "$memory/excluded" | paste -sd,) # Slurm keeps one list: those of sbatch would be lost
+    if [[ ${1:-} != already ]]; then echo "job $SLURM_JOB_ID is queued again"; fi
     if [[ ${1:-} != already ]] && ! queue_again; then
         echo "$script: Slurm did not queue job $SLURM_JOB_ID again; submit it by the same command" >&2
         exit "$status"
@@ -259,9 +274,8 @@ note_end_of_job() { # ranks in a container cannot ask Slurm how much time is lef
     fi
     left=$((${SLURM_JOB_END_TIME:-0} - EPOCHSECONDS))
     if ((left > 0 && left < 720)); then
-        echo "$script: this job ends in $left s, and the ranks are told to save 600 s before the end if --signal was not" \
-            "given: they have next to no time to train. Give a longer --time, or as --signal=USR1@60 the seconds they" \
-            "need" >&2
+        echo "$script: this job ends in $left s. Unless --signal says otherwise, the ranks are told to save 600 s before" \
+            "the end, and they stop by themselves checkpoint.seconds_before_end before it: give a longer --time" >&2
     fi
 }
 

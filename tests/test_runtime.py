@@ -18,7 +18,7 @@ from megarlhf.config import RunConfig
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.runtime import RankInfo, capabilities, detect_rank, initialize, is_shell_of_step
 from tests.ranks import RankPool
-from tests.refuses import missing_names
+from tests.refuses import missing_names, refuses
 from tests.weights.cases import TINY
 
 SRUN = {
@@ -246,3 +246,11 @@ def test_free_memory_of_a_cpu_is_shared_by_the_ranks_of_the_machine():
         assert runtime.free_bytes(here) == 2000
     asked.assert_called_once_with()
     assert 0 < runtime.free_bytes(here) < 1 << 45
+
+
+def test_a_first_host_that_no_node_knows_is_named_at_once(monkeypatch):
+    """torch would wait for it for half an hour."""
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with refuses("rank 1", "'no-such-host.invalid'", "MASTER_ADDR", "MEGARLHF_ENV"):
+        runtime._default_rendezvous(RankInfo(rank=1, world_size=2), 0)

@@ -25,6 +25,7 @@ SCONTROL = """#!/usr/bin/env bash
     exit
 }
 [[ "$*" == "--oneliner show node"* ]] && { echo "NodeName=${*: -1} State=${NODE_STATE:-IDLE} BootTime=None"; exit; }
+[[ "$*" == "update JobId=412345 Requeue=0" ]] && { echo no >"$RECORD/requeue"; exit; }
 [[ "$*" == "update JobId=412345 ExcNodeList="* ]] && { echo "$3" >"$RECORD/excluded"; exit; }
 [[ "$*" == "show hostnames node[07-08]" ]] || { echo "unexpected: scontrol $*" >&2; exit 1; }
 printf '%s\\n' node07 node08

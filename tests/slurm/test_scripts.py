@@ -40,7 +40,9 @@ def test_every_task_gets_the_command_line_and_the_rendezvous(submit, command):
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node07", "22345")
         assert (env["SLURM_PROCID"], env["SLURM_NTASKS"]) == (task, "2")
         assert (env["OMP_NUM_THREADS"], env["SLURM_EXPORT_ENV"]) == ("1", "ALL")
-        if command not in ("eval", "generate"):
+        once = command in ("eval", "generate")
+        assert (record / "requeue").exists() == once, "Slurm would begin it anew where results are already"
+        if not once:
             assert env["SLURM_JOB_END_TIME"] == str(int(datetime(2100, 1, 1, 23).timestamp()))
     assert words(record / "srun") == ["--kill-on-bad-exit=0", "--wait=60", "--label"]
     assert f"megarlhf {command} -c configs/x.yaml" in done.stdout
@@ -102,7 +104,7 @@ def test_the_functions_are_found_beside_the_script_that_was_submitted(submit, tm
     assert (done.returncode, done.stdout) == (0, "these: sft -c x\n"), done.stderr
     done, record = submit("sft", "-c", "x", SCRIPT="/gone/slurm/run.sbatch")
     assert done.returncode == 2
-    assert not missing_names(done.stderr, "/gone/slurm/job.sh is not there", "from a clone")
+    assert not missing_names(done.stderr, "/gone/slurm/job.sh is not there", "no copy")
     assert not (record / "argv.0").exists()
 
 
@@ -151,7 +153,7 @@ def test_a_job_shorter_than_its_signal_is_said(submit):
     soon = datetime.fromtimestamp(time.time() + 300).isoformat(timespec="seconds")
     done, _ = submit("sft", "-c", "x", JOB_ENDS=soon)
     assert done.returncode == 0
-    assert not missing_names(done.stderr, "--time", "--signal=USR1@60")
+    assert not missing_names(done.stderr, "--time", "--signal", "checkpoint.seconds_before_end")
     done, _ = submit("sft", "-c", "x", JOB_ENDS="2100-01-01T00:00:00")
     assert "--signal" not in done.stderr
 
@@ -160,8 +162,13 @@ def test_a_clusters_script_that_exits_is_named(submit, tmp_path):
     script = tmp_path / "cluster.sh"
     script.write_text("exit 1\n")
     done, _ = submit("sft", "-c", "x.yaml", MEGARLHF_ENV=str(script))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert not missing_names(done.stderr, f"MEGARLHF_ENV = {script}", "status 1", "exit")
+    script.write_text("exit 0\n")
+    assert submit("sft", "-c", "x.yaml", MEGARLHF_ENV=str(script))[0].returncode == 2, "a job that did nothing"
+    script.write_text("(exit 7)\n")
+    done, _ = submit("sft", "-c", "x.yaml", MEGARLHF_ENV=str(script))
+    assert (done.returncode, "ended with status 7" in done.stderr) == (2, True)
     script.write_text("trap 'echo theirs' EXIT\n")
     done, _ = submit("sft", "-c", "x.yaml", MEGARLHF_ENV=str(script))
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "theirs")
@@ -170,13 +177,18 @@ def test_a_clusters_script_that_exits_is_named(submit, tmp_path):
 
 @pytest.mark.parametrize("missing", ["megarlhf", "srun"])
 def test_a_program_that_is_not_there_is_no_success(submit, tmp_path, missing):
-    """127 is also what `wait` says of a status that it has handed out before."""
+    """127 is also what `wait` says of a status that it has handed out before. An image may have the command."""
     if missing == "srun":  # as the shell says it
         (tmp_path / "bin" / missing).write_text("#!/bin/sh\nexit 127\n")
     else:
         (tmp_path / "bin" / missing).unlink()
+        (tmp_path / "site.sh").write_text("launcher=(env)\n")
+        plain, _ = submit("sft", "-c", "x", PATH=f"{tmp_path}/bin{os.pathsep}/usr/bin{os.pathsep}/bin")
+        assert plain.returncode == 2
+        assert not missing_names(plain.stderr, "megarlhf is not on PATH", "MEGARLHF_ENV=/shared/site.sh")
     path = f"{tmp_path}/bin{os.pathsep}/usr/bin{os.pathsep}/bin"
-    done, record = submit("sft", "-c", "x", PATH=path)
+    site = str(tmp_path / "site.sh") if missing == "megarlhf" else ""
+    done, record = submit("sft", "-c", "x", PATH=path, MEGARLHF_ENV=site)
     assert done.returncode == 127, done.stderr
     assert not (record / "requeued").exists()
     assert (tmp_path / "job-412345.state").exists()
