@@ -157,7 +157,8 @@ def titles(layout):
 
 
 def test_one_quantity_is_drawn_once_and_on_one_axis():
-    """The held-out reward of `grpo` is its accuracy, rounded to fp32; that of `ppo` is not. Zeros are no evidence."""
+    """The held-out reward of `grpo` is its accuracy, rounded to fp32; that of `ppo` is not. A metric has the same axis
+    for all runs. Zeros are no evidence."""
     grpo = run_of(values_of(reward_mean=[0.4, 0.6], eval_reward_mean=[0.5, 0.85833335], eval_accuracy=[0.5, 0.8583333]))
     ppo = run_of(
         values_of(reward_mean=[-1.0, 2.0], eval_reward_mean=[0.0, 1.0], eval_accuracy=[0.5, 0.9]), "ppo", LEARNED
@@ -169,10 +170,11 @@ def test_one_quantity_is_drawn_once_and_on_one_axis():
     both = figure(REWARD, [grpo, ppo])
     axes = {trace["name"]: trace.get("yaxis", "y") for trace in both["data"]}
     assert axes == {
-        "run · reward_mean": "y2", "run · eval_accuracy": "y2",
+        "run · reward_mean": "y", "run · eval_accuracy": "y2",
         "ppo · reward_mean": "y", "ppo · eval_reward_mean": "y", "ppo · eval_accuracy": "y2",
     }  # fmt: skip
-    assert titles(both["layout"]) == {"yaxis": "learned reward", "yaxis2": "share of right answers"}
+    assert titles(both["layout"]) == {"yaxis": "reward", "yaxis2": "share of right answers"}
+    assert titles(figure(REWARD, [ppo])["layout"])["yaxis"] == "learned reward"
     with_rules = run_of(ppo.rows, config="rewards: [{kind: model}, {kind: rule}]")
     assert titles(figure(REWARD, [with_rules])["layout"])["yaxis"] == "reward"
     assert titles(figure(REWARD, [ppo, with_rules])["layout"])["yaxis"] == "reward"

@@ -12,6 +12,7 @@ import pytest
 
 from megarlhf.config import CheckpointConfig, SFTConfig, load_config
 from megarlhf.config.choices import BestConfig
+from megarlhf.config.commands import UNKNOWN_STEPS
 from megarlhf.observe.records.run_directory import files_of_a_run
 from megarlhf.resume.claim.lock import Lock
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, claim, finish, finished, require_usable
@@ -105,6 +106,15 @@ def test_another_computation_needs_permission(cfg):
     claimed = begin(cfg(optim=other, allow_changes=True), "sft")
     assert not missing_names(claimed.notes[1], "run.allow_changes", "actor.optim.lr: 1e-06 -> 0.5")
     assert begin(cfg(optim=other), "sft").resumes, "it is this run's now"
+
+
+def test_epochs_are_no_change_before_their_steps_are_counted(cfg):
+    """The earlier run's configuration has the number of steps; the records are counted later."""
+    leave_a_run(cfg(optim={"lr": 1e-6, "schedule": "linear"}))
+    again = cfg(optim={"lr": 1e-6, "schedule": "linear"})
+    epochs = again.train.model_copy(update={"num_steps": UNKNOWN_STEPS, "num_epochs": 2.0})
+    usable = require_usable(again.model_copy(update={"train": epochs}), again.run, "sft")
+    assert [note for note in usable.notes if "changed" in note] == []
 
 
 def test_a_configuration_that_cannot_be_read_needs_permission(cfg):

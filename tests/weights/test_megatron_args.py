@@ -274,6 +274,10 @@ def test_rotary_arguments_of_ms_swift():
     assert not missing_names(unread, "rope_scaling = {'rope_type': 'mine'}", "rope type 'mine'")
     with refuses("args have rope_scaling", "rope type 'mine'"):
         arch_of({**SWIFT, "rope_scaling": {"rope_type": "mine"}})
+    plain = arch_of(SWIFT)
+    (sparse,) = contradictions(plain, {"rope_scaling": YARN})  # ms-swift stores no sizes
+    assert not missing_names(sparse, "rope_scaling: config.json says None", "'factor': 4.0")
+    assert contradictions(arch, {"rope_scaling": YARN}) == []
     phi = architecture("phi3", partial_rotary_factor=0.5)
     args = {**args_of(phi, LAYOUT, torch.bfloat16), "rotary_percent": 1.0, "partial_rotary_factor": 0.5}
     del args[OWN_KEY]

@@ -214,11 +214,11 @@ def _content(found_source: FoundSource, cache: Path) -> list[Any]:
         str(found_source.source.path),
         found_source.source.subset,
         found_source.source.split,
-        _hub_revision(found_source.source),
+        hub_revision(found_source.source),
     ]
 
 
-def _hub_revision(source: SourceConfig) -> str:
+def hub_revision(source: SourceConfig) -> str:
     """The hub's commit of a dataset. Raises: ValueError where the hub cannot be asked."""
     from huggingface_hub import HfApi
 

@@ -95,6 +95,6 @@ def _cut_back(path: Path, resume_step: int) -> None:
         return
     kept = [row for row in read_lines(path) if row["step"] <= resume_step]
     newest = kept[-1]["step"] if kept else -1
-    if newest < resume_step:
+    if newest < resume_step and resume_step:  # a record may begin with step 1
         log.warning("%s ends at step %d, and the run goes on after step %d: lines are lost", path, newest, resume_step)
     atomic_write(path, "".join(json.dumps(row) + "\n" for row in kept))

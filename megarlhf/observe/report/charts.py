@@ -124,14 +124,20 @@ def _are_equal(run: RecordedRun, name: str, other: str) -> bool:
     )
 
 
+def _is_right(chart: Chart, run: RecordedRun) -> bool:
+    """Whether a metric of the left axis is the same as one of the right axis."""
+    return any(other in chart.right for name, other in equal_metrics(chart, run).items() if name in chart.metrics)
+
+
 def figure(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """The plotly figure of a chart: `{"data": [...], "layout": {...}}`, ready for JSON."""
     if chart.stacked and len(runs) > 1:
         return _phase_totals(chart, runs)
     data, learned = [], []
+    drawn = [run for run in runs if any(map(run.series, chart.metrics))]
+    is_right = bool(drawn) and all(_is_right(chart, run) for run in drawn)  # a metric has one axis for all runs
     for run_index, run in enumerate(runs):
         equal = equal_metrics(chart, run)
-        is_right = any(other in chart.right for name, other in equal.items() if name in chart.metrics)
         for metric_index, metric in enumerate(chart.metrics + chart.right):
             if run.series(metric) and metric not in equal:
                 colour, dash = (metric_index, 0) if len(runs) == 1 else (run_index, metric_index)

@@ -18,7 +18,7 @@ from megarlhf.data.samples.megatron_indexed import PARTS
 from megarlhf.data.samples.texts import Text, TextEncoder
 from megarlhf.data.sources.find import FoundSource, find
 from megarlhf.data.tokenize.cache import PRIVATE
-from megarlhf.data.tokenize.load import SetLoader
+from megarlhf.data.tokenize.load import SetLoader, hub_revision
 from megarlhf.planning.data.encoders import AnyEncoder, indexed_options, sets_of
 from megarlhf.planning.machine.capabilities import AnyConfig
 
@@ -53,8 +53,11 @@ def _too_large(source: SourceConfig) -> str:
     if source.kind == "megatron":
         return ""
     found_source = find(source)
-    if found_source.kind in ("hub", "generated"):
-        return "it is generated" if found_source.kind == "generated" else "it is not on disk"
+    if found_source.kind == "hub":
+        hub_revision(source)
+        return "it is a data set of the hub"
+    if found_source.kind == "generated":
+        return "it is generated"
     size = sum(file.stat().st_size for file in _files(found_source)) / 2**20
     return f"it has {size:.0f} MiB, and a dry run reads up to {WHOLE_MIB} MiB whole" if size > WHOLE_MIB else ""
 

@@ -261,6 +261,9 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
     )
     try:
         before = load_config(type(cfg), run.dir / CONFIG_FILE, of_a_run=True)
+        if cfg.train.num_epochs is not None:  # counted when the records are, and compared again
+            known = {"num_steps": before.train.num_steps, "num_epochs": None}
+            cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update=known)})
         changes = compare(before, cfg)
     except ValueError as error:
         why = f"{error}, so it cannot be compared with that of the earlier run"
@@ -315,7 +318,7 @@ def _missing_to_go_on(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> l
     """Advice for a run that has finished and has nothing more to do; empty where it has."""
     missing = []
     if cfg.train.num_steps <= ended.step:
-        missing.append(f"raise train.num_steps above {ended.step} (it is {cfg.train.num_steps})")
+        missing.append(f"raise train.num_steps above {ended.step} (it is {cfg.train.num_steps}), or train.num_epochs")
     if ended.reason != NO_STEPS_LEFT:
         try:
             before = load_config(type(cfg), run.dir / CONFIG_FILE, of_a_run=True)

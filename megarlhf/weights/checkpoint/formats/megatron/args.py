@@ -260,7 +260,7 @@ def contradictions(arch: Architecture, args: Args) -> list[str]:
 
     Our own key says it whole if it agrees with the arguments beside it; otherwise only what they state counts.
     """
-    problems = disagreements(arch, args)
+    problems = disagreements(arch, args, model_args(arch))
     try:
         stored_arch = None if args.get(OWN_KEY) is None else _stored_architecture(args[OWN_KEY])
     except ValueError:

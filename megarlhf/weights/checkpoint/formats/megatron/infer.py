@@ -215,10 +215,12 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def disagreements(arch: Architecture, args: Args) -> list[str]:
+def disagreements(arch: Architecture, args: Args, described: Args) -> list[str]:
     """Differences between the arguments and `arch`. Arguments that are missing, or cannot be compared, are left out.
 
     The family is not compared: several have the same switches.
+
+    described: the arguments that describe `arch`, which stand for what the others do not state (ms-swift stores some)
     """
     unsupported = unsupported_args(args)
     problems = [f"args say {key} = {args[key]!r}, which no family computes" for key in unsupported]
@@ -226,15 +228,10 @@ def disagreements(arch: Architecture, args: Args) -> list[str]:
     if not args.get("vocab_size") and isinstance(padded, int) and arch.vocab_size > padded:
         problems.append(f"vocab_size: config.json says {arch.vocab_size}, args say padded_vocab_size = {padded}, less")
     stated = {key: value for key, value in args.items() if value is not None and key != "padded_vocab_size"}
-    required = {
-        "num_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
-        "num_attention_heads": arch.num_heads,
-        "max_position_embeddings": arch.max_positions + arch.position_offset,
-        "vocab_size": arch.vocab_size,
-    }
+    stated_otherwise = {key for keys in ARGUMENTS.values() if not stated.keys().isdisjoint(keys) for key in keys}
+    others = {key: value for key, value in described.items() if key not in stated_otherwise}
     try:
-        inferred = infer({**required, **stated}, arch.model_type)
+        inferred = infer({**others, **stated}, arch.model_type)
     except RopeError as error:
         return [*problems, str(error)]
     except (ValueError, TypeError):
