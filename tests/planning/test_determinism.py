@@ -17,6 +17,7 @@ import torch
 
 from megarlhf import runtime
 from megarlhf.commands import checked, cli, launch
+from megarlhf.config import roles
 from megarlhf.planning import preflight
 from megarlhf.planning.machine import determinism
 from megarlhf.planning.machine.determinism import (
@@ -140,6 +141,7 @@ def test_variables_are_set_before_anything_is_checked(monkeypatch: pytest.Monkey
 
     described = preflight.Preflight("sft", "", (), ())
     monkeypatch.setattr(checked, "preflight", lambda *_, **__: look("check") or described)
+    monkeypatch.setattr(roles, "with_hub_models", lambda cfg: cfg)  # there is no model
     monkeypatch.setattr(launch, "as_rank", lambda *_, **__: look("rank") or 0)
     config_file = tmp_path / "sft.yaml"
     config_file.write_text(config("sft").model_dump_json())
