@@ -2,6 +2,7 @@
 
 import io
 import threading
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -9,6 +10,9 @@ from rich.console import Console
 from megarlhf.observe.terminal.activity import Activity, Part
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.rollout.rewards.batch import DeferredBatch, RewardBatch, RewardResult
+from megarlhf.rollout.rewards.pool import Pending
+from megarlhf.trainers.experience.rewards import PendingRewards
 
 
 @pytest.mark.parametrize(("share", "words"), [
@@ -46,3 +50,20 @@ def test_a_log_file_gets_a_line_when_nothing_was_printed_for_an_interval():
     with Progress("rl", 2, console=Console(file=file, width=200), interval_seconds=3600, activity=activity) as progress:
         progress.step(1, {})
     assert "rollout" not in file.getvalue()
+
+
+def test_results_of_slow_rewards_are_counted():
+    """Two rewards of four samples, of which this rank has two; one result and both of the other are there."""
+    batch = RewardBatch(["p"] * 2, ["r"] * 2, [[1]] * 2, [[2]] * 2, [True] * 2, [{}] * 2, [None] * 2, [0, 1])
+    slow, quick = Pending(2), DeferredBatch(lambda part: [RewardResult(value=1.0)] * len(part), batch, 1)
+    experience = SimpleNamespace(num_samples=4)
+    rewards = PendingRewards(SimpleNamespace(), experience, [], batch, {"slow": slow, "quick": quick})
+    phases = Phases(lambda: 0.0)
+    activity = Activity(phases)
+    with phases("reward"), rewards.counting(activity):
+        assert "about 0 of 8 rewards" in activity.text()
+        slow.put([1], [RewardResult(value=1.0)], 0.1)
+        quick.wait()
+        assert "about 6 of 8 rewards" in activity.text()
+    with phases("reward"):
+        assert "rewards" not in activity.text()

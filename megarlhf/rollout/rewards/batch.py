@@ -160,6 +160,8 @@ class DeferredBatch:
         self, compute: Callable[[RewardBatch], list[RewardResult]], batch: RewardBatch, size: int | None
     ) -> None:
         self._compute, self._batch, self._size = compute, batch, size
+        self.done = 0
+        """Number of results that are there."""
 
     def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[RewardResult] | None:
         """All results in the order of the batch; None if `should_stop` returned true first."""
@@ -168,6 +170,7 @@ class DeferredBatch:
             if should_stop():
                 return None
             results += self._compute(self._batch.part(rows))
+            self.done = len(results)
         return results
 
 

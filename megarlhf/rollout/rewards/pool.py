@@ -38,6 +38,11 @@ class Pending:
         self.seconds = 0.0
         """Busy time of all workers, added up."""
 
+    @property
+    def done(self) -> int:
+        """Number of results that are there."""
+        return len(self._results) - self._missing
+
     def put(self, rows: Sequence[int], results: Sequence[RewardResult], seconds: float) -> None:
         with self._changed:
             for row, result in zip(rows, results, strict=True):

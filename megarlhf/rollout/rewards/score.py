@@ -35,6 +35,11 @@ ShouldStop = Callable[[], bool]
 class PendingBatch(Protocol):
     """A batch whose rewards are being computed on this rank."""
 
+    @property
+    def done(self) -> int:
+        """Number of results that are there."""
+        ...
+
     def wait(self, should_stop: ShouldStop = ...) -> list[RewardResult] | None:
         """All results in the order of the batch; None if `should_stop` returned true first."""
         ...
@@ -59,6 +64,10 @@ class _SomeRows:
     pending: PendingBatch | None
     rows: Sequence[int]
     size: int
+
+    @property
+    def done(self) -> int:
+        return self.size - len(self.rows) + (self.pending.done if self.pending is not None else 0)
 
     def wait(self, should_stop: ShouldStop = lambda: False) -> list[RewardResult] | None:
         results = self.pending.wait(should_stop) if self.pending is not None else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Experience
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
+from megarlhf.observe.terminal.activity import Activity, Part
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.own_code.failures import short
 from megarlhf.parallel.micro_batch import MicroBatch
@@ -275,6 +277,16 @@ class PendingRewards:
     batch: RewardBatch
     """This rank's share of the samples."""
     pending: Mapping[str, PendingBatch]
+
+    def counting(self, activity: Activity) -> AbstractContextManager[None]:
+        """Scope of a wait whose progress is shown: results of all rewards but those of models."""
+        samples, share = self.experience.num_samples, len(self.batch) / max(1, self.experience.num_samples)
+        if not self.pending or not share:
+            return nullcontext()
+        total = samples * len(self.pending)
+        return activity.counting(
+            total, "rewards", lambda: Part(sum(pending.done for pending in self.pending.values())), share=share
+        )
 
     def wait(self, should_stop: ShouldStop = lambda: False) -> list[RewardOutput]:
         """Wait for the values of each reward, on every rank. Collective. Raises: see `score.gather_rewards`."""

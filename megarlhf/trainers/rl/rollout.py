@@ -232,7 +232,7 @@ def start_rewards(run: RLRun, prompts: Sequence[PromptSample], experience: Exper
 
 def wait_for_rewards(pending: PendingRewards, session: Session) -> list[RewardOutput]:
     """Wait for the outputs of each reward for samples that were drawn together. Collective."""
-    with session.stoppable("reward"):
+    with session.stoppable("reward"), pending.counting(session.activity):
         outputs = pending.wait(session.asked_to_stop)
         pending.rewarder.require_rewards(pending.prompts, outputs)
     return outputs
