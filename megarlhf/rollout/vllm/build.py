@@ -59,16 +59,7 @@ def build_llm(
     if has_experts and not on_cpu:
         # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
         ours["moe_backend"] = "triton"
-    # Compilation takes 10 s at the first sample and gains nothing with small batches on a CPU.
-    defaults: dict[str, Any] = {"enforce_eager": on_cpu, "disable_log_stats": True}
-    if on_cpu:
-        # Whole blocks of a prompt are computed once for all its samples. The default block on a CPU has 128 tokens,
-        # which is longer than many prompts; 32 is the smallest that its attention supports.
-        defaults["block_size"] = 32
-    if not on_cpu and torch.cuda.device_count() < min(tp, runtime.local_world_size):
-        # vLLM's own all-reduce asks by device number whether two devices reach each other. A task that sees one device
-        # has no second number, so NCCL's all-reduce is used.
-        defaults["disable_custom_all_reduce"] = True
+    defaults = _defaults(runtime, tp)
     try:
         with cpu_patches(runtime.device), without_torch_determinism():
             llm = LLM(str(model_path), **{**defaults, **rollout.vllm.args, **ours, **further})
@@ -80,6 +71,22 @@ def build_llm(
             f"{error}. Correct them, or leave them out"
         ) from error
     return llm if on_cpu else require_runner(llm, rollout)
+
+
+def _defaults(runtime: Runtime, tp: int) -> dict[str, Any]:
+    """Arguments that the configuration may change."""
+    on_cpu = runtime.device.type == "cpu"
+    # Compilation takes 10 s at the first sample and gains nothing with small batches on a CPU.
+    defaults: dict[str, Any] = {"enforce_eager": on_cpu, "disable_log_stats": True}
+    if on_cpu:
+        # Whole blocks of a prompt are computed once for all its samples. The default block on a CPU has 128 tokens,
+        # which is longer than many prompts; 32 is the smallest that its attention supports.
+        defaults["block_size"] = 32
+    if not on_cpu and torch.cuda.device_count() < min(tp, runtime.local_world_size):
+        # vLLM's own all-reduce asks by device number whether two devices reach each other. A task that sees one device
+        # has no second number, so NCCL's all-reduce is used.
+        defaults["disable_custom_all_reduce"] = True
+    return defaults
 
 
 def require_runner(llm: Any, rollout: RolloutConfig) -> Any:
