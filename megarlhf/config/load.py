@@ -311,6 +311,8 @@ def _concerns(key: str, where: str, unknown: bool) -> bool:
 
 _NAMES_ELSEWHERE = {
     **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs", "total_epochs"), "num_epochs"),
+    **dict.fromkeys(("learning_rate", "base_lr"), "lr"),
+    **dict.fromkeys(("n", "num_generations", "n_samples_per_prompt"), "num_samples_per_prompt"),
     **dict.fromkeys(("max_steps", "total_training_steps", "train_iters"), "num_steps"),
     **dict.fromkeys(("gradient_accumulation_steps", "train_batch_size", "global_batch_size"), "mini_batch_samples"),
     **dict.fromkeys(
@@ -324,8 +326,10 @@ def _hint(kind: type[FrozenModel], location: Sequence[int | str]) -> str:
     """Suggestion for an unknown key: the same name in another section, or the nearest name in this section."""
     section = _section_at(kind, location[:-1])
     name, known_keys = str(location[-1]), sorted(section.model_fields if section else ())
-    if (ours := _NAMES_ELSEWHERE.get(name)) in known_keys:
-        return f"did you mean {ours!r}?"
+    if ours := _NAMES_ELSEWHERE.get(name):
+        keys = [ours] if ours in known_keys else [key for key in _all_keys(kind) if key.split(".")[-1] == ours]
+        if keys:
+            return f"did you mean {' or '.join(map(repr, sorted(keys, key=len)[:3]))}?"
     if likely := difflib.get_close_matches(name, known_keys, n=1, cutoff=0.85):
         return f"did you mean {likely[0]!r}?"
     if elsewhere := sorted((key for key in _all_keys(kind) if key.split(".")[-1] == name), key=len):

@@ -234,3 +234,13 @@ def test_an_empty_file_lacks_every_section(tmp_path):
     with refuses("missing key 'run'") as raised:
         load_config(SFTConfig, path)
     assert str(raised.value).count("missing key") == 4
+
+
+@pytest.mark.parametrize(("override", "key"), [
+    ("train.learning_rate=1", "actor.optim.lr"), ("epochs=3", "train.num_epochs"),
+    ("train.total_epochs=3", "num_epochs"), ("train.gradient_accumulation_steps=2", "mini_batch_samples"),
+])  # fmt: skip
+def test_names_of_other_frameworks_lead_to_ours(tmp_path, override, key):
+    (tmp_path / "sft.yaml").write_text("{}")
+    with refuses(f"did you mean '{key}'?"):
+        load_config(SFTConfig, tmp_path / "sft.yaml", [override])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -183,6 +183,16 @@ def _require_tied(path: Path, weights: CheckpointWeights, arch: Architecture, lm
 _STORED_HEAD = "the stored head"
 
 
+def _advice(problems: Sequence[str]) -> str:
+    """What to do about a config.json and arguments that contradict each other."""
+    if any("no family computes" in problem for problem in problems):
+        return "No config.json can state what the arguments say: such a model is not supported"
+    return (
+        "Name the Hugging Face directory that belongs to the checkpoint (--reference-hf, in a run model.hf), or "
+        "correct that config.json"
+    )
+
+
 def _open_megatron(format: Format, path: Path, companion: Path | None) -> Checkpoint:
     folder, iteration = find_checkpoint(path)
     assert folder is not None
@@ -193,8 +203,7 @@ def _open_megatron(format: Format, path: Path, companion: Path | None) -> Checkp
         if problems:
             raise ValueError(
                 f"config.json of {companion} describes another model than the args of {folder}, in {len(problems)} "
-                f"points: {'; '.join(problems)}. Name the Hugging Face directory that belongs to the checkpoint "
-                "(--reference-hf, in a run model.hf), or correct that config.json"
+                f"points: {'; '.join(problems)}. {_advice(problems)}"
             )
     opened = read_mp_rank(folder, arch) if saved is None else place_saved(saved, arch)
     if saved is None and opened.head == "lm" and opened.arch.tied_embeddings:

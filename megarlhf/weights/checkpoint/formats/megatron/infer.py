@@ -81,8 +81,8 @@ def _require(args: Args) -> None:
         missing.append("padded_vocab_size")
     if missing:
         raise ValueError(
-            f"the checkpoint's args lack {', '.join(missing)}, which describe the model; name a Hugging Face directory "
-            "with its config.json"
+            f"the checkpoint's args lack {', '.join(missing)}, which describe the model (NeMo and ms-swift store "
+            "none); name a Hugging Face directory with its config.json (--reference-hf, in a run model.hf)"
         )
 
 
