@@ -233,9 +233,9 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
     address = os.environ["MASTER_ADDR"]
     try:
         socket.getaddrinfo(address, None)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"rank {info.rank} finds no host of the name MASTER_ADDR = {address!r}: {error.strerror}. Export one that "
+            f"rank {info.rank} finds no host of the name MASTER_ADDR = {address!r}: {error}. Export one that "
             "every node resolves, such as the first rank's address; under Slurm in the script that MEGARLHF_ENV names"
         ) from error
     os.environ["RANK"] = str(info.rank)

@@ -5,6 +5,7 @@ Not covered: a real srun (tests marked `slurm`), NCCL, and a machine with a GPU 
 
 import json
 import os
+import socket
 from unittest import mock
 
 import pytest
@@ -252,5 +253,7 @@ def test_a_first_host_that_no_node_knows_is_named_at_once(monkeypatch):
     """torch would wait for it for half an hour."""
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "1")
+    unknown = mock.Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)  # a resolver may take long to say so
     with refuses("rank 1", "'no-such-host.invalid'", "MASTER_ADDR", "MEGARLHF_ENV"):
         runtime._default_rendezvous(RankInfo(rank=1, world_size=2), 0)
