@@ -24,12 +24,12 @@ def test_noise_and_a_first_climb_are_no_growth_and_a_slow_leak_is():
     assert not noise["memory_mb"].grows
     assert not noise["open_files"].grows
     leak = growths(
-        measured(lambda step, chance: 1800 + 0.004 * step + 3 * chance.random(), lambda step: 40 + step // 500),
+        measured(lambda step, chance: 1800 + 0.008 * step + 3 * chance.random(), lambda step: 40 + step // 500),
         first=200,
         block=100,
     )
     assert leak["memory_mb"].grows
-    assert 3 < leak["memory_mb"].per_1000_steps < 5
+    assert 7 < leak["memory_mb"].per_1000_steps < 9
     assert leak["open_files"].grows
 
 
