@@ -31,7 +31,7 @@ _WEIGHTS = (".metadata", "*.distcp", "mp_rank_*", "*.safetensors", "pytorch_mode
 
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def from_hub(path: str | PathLike[str], *, weights: bool = True) -> Path:

@@ -230,18 +230,15 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
                 "slurm/run.sbatch (which sets MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
             )
         os.environ["MASTER_PORT"] = str(free_port())
-    address = os.environ["MASTER_ADDR"]
     try:
-        socket.getaddrinfo(address, None)
+        socket.getaddrinfo(address := os.environ["MASTER_ADDR"], None)
     except (OSError, UnicodeError) as error:
         raise ValueError(
             f"rank {info.rank} finds no host of the name MASTER_ADDR = {address!r}: {error}. Export one that "
             "every node resolves, such as the first rank's address; under Slurm in the script that MEGARLHF_ENV names"
         ) from error
-    os.environ["RANK"] = str(info.rank)
-    os.environ["LOCAL_RANK"] = str(device_index)
-    os.environ["WORLD_SIZE"] = str(info.world_size)
-    os.environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
+    sizes = {"WORLD_SIZE": info.world_size, "LOCAL_WORLD_SIZE": info.local_world_size}
+    os.environ.update({name: str(n) for name, n in {"RANK": info.rank, "LOCAL_RANK": device_index, **sizes}.items()})
 
 
 def free_port() -> int:

@@ -9,14 +9,13 @@ import plotly.graph_objects as go
 import pytest
 
 from megarlhf.observe.records.metrics import MetricsWriter
-from megarlhf.observe.records.run_directory import CONFIG_HEADER
 from megarlhf.observe.records.sample_tables import ShownTables
 from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart
 from megarlhf.observe.report.charts import Key, charts_of, draw, figure
 from megarlhf.observe.report.html_page import write_whole
 from megarlhf.observe.report.page import MAX_ROWS, report_page, write_report
 from megarlhf.observe.report.recorded_run import RecordedRun, read_runs, run_kind
-from megarlhf.observe.report.result import closing_lines, model_of, sentence
+from megarlhf.observe.report.result import model_of, sentence
 from tests.refuses import refuses
 
 RL_ROWS = [
@@ -384,23 +383,3 @@ def test_errors_say_what_to_give(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with refuses(str(tmp_path), "metrics.jsonl", "step"):
         write_report([tmp_path], tmp_path / "out.html", title="t")
-
-
-@pytest.mark.parametrize(("command", "export", "use"), [
-    ("sft", "actor", "megarlhf generate --model"), ("rm", "reward_model", "reward_model.model.path="),
-    ("sft", "actor_adapter", "actor.lora.path="), ("sft", None, None),
-])  # fmt: skip
-def test_the_end_of_a_run_tells_result_model_and_what_can_follow(tmp_path, command, export, use):
-    rows = [{"step": 1, "loss": 3.0}, {"step": 4, "loss": 1.5}]
-    run_dir = make_run_dir(tmp_path / "run", rows, CONFIG_HEADER.format(command=command) + "train: {num_steps: 4}\n")
-    model = run_dir / "checkpoints" / "latest" / str(export)
-    if export is not None:
-        model.mkdir(parents=True)
-    lines = closing_lines(run_dir)
-    assert "from 3 to 1.5" in lines[0]
-    assert f"megarlhf report {run_dir}" in lines[-1]
-    if export is None:
-        assert len(lines) == 2
-    else:
-        assert lines[1] == f"model: {model}"
-        assert use + ("" if use.endswith("=") else " ") + str(model) in lines[2]

@@ -351,13 +351,6 @@ def test_a_template_that_changes_answers_or_cuts_observations_is_refused(letters
         ChatRendering(template, "as_sampled").delta(ASKED, "2[final]", [said("user", "go")], ended_by=None)
 
 
-def test_a_key_that_the_template_does_not_write_is_a_wrong_answer_and_no_fault_of_the_template(letters):
-    rendering = ChatRendering(template_of(letters, "chatml"))
-    with refuses("'user'", "'tool_calls'", "leave it out") as raised:
-        rendering.delta(ASKED, "2", [said("user", "go", tool_calls=[{"function": {"name": "f"}}])], ended_by=None)
-    assert not isinstance(raised.value, NotContinued)
-
-
 def test_observations_are_found_behind_whatever_was_sampled_before(letters):
     """A changed answer keeps the renderings from being compared; a search in the delta is left."""
     replacing = "{{ m.content | replace('4', 'four') if m.role == 'assistant' else m.content }}"

@@ -16,7 +16,7 @@ from megarlhf.rollout.environments.environment import Environment
 from megarlhf.rollout.responses import FinishedResponses, Response, Sampling, rollouts_of
 from megarlhf.rollouts import Dialogue
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
-from tests.refuses import missing_names
+from tests.refuses import missing_names, refuses
 from tests.rollout.turn_styles import TURN_STYLES
 
 CALL = "<|eot_id|>"
@@ -82,3 +82,11 @@ def test_a_conversation_that_cannot_go_on_where_it_was_left_ends_the_run_with_it
     conversations.restart(FinishedResponses(), 1)
     assert conversations.begin(0, mine=True) is None
     assert not missing_names(conversations.failure, "sample 0 cannot go on", "as_sampled")
+
+
+def test_a_key_that_the_template_does_not_write_is_a_wrong_answer_and_no_fault_of_the_template(tmp_path):
+    environment = environment_of(tmp_path, "chatml")
+    called = said("user", "go", tool_calls=[{"function": {"name": "f"}}])
+    with refuses("'user'", "'tool_calls'", "leave it out") as raised:
+        environment.between(environment.talk(PROMPT, [[]], []), ids(environment, "2<|im_end|>"), [called])
+    assert not environment.is_fatal(raised.value)

@@ -1,4 +1,4 @@
-"""What a run is doing now: the phase of its step, how long that has taken, and how much of it is done."""
+"""Words about what a run is doing now: the phase of its step, how long that has taken, how much of it is done."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Activity:
             self._count = None
 
     def text(self) -> str:
-        """Such as `step 3: rollout 0:01:20, 380 of 512 responses, 2,345 tokens/s, 0:00:28 left`; empty between phases.
+        """Words such as `step 3: rollout 0:01:20, 380 of 512 responses, 2,345 tokens/s, 0:00:28 left`; none between
+        phases.
         Amounts that other ranks are taken to have done, too, begin with `about`."""
         phases, step, count = self._phases.open, self._phases.step, self._count
         if not phases:

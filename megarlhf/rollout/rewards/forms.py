@@ -59,11 +59,8 @@ def first_of(fields: Fields, names: Iterable[str]) -> Any:
     for name in names:
         column, _, key = name.partition(".")
         value = fields.get(column)
-        if key and isinstance(value, str):  # Parquet files may hold JSON text
-            with contextlib.suppress(ValueError):
-                value = json.loads(value)
         if key:
-            value = value.get(key) if isinstance(value, Mapping) else None
+            value = _mapping(value).get(key)
         if value is not None:
             return value
     return None

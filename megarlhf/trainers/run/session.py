@@ -74,7 +74,7 @@ class Session:
     observers: Observers | None = None
     """The user's own metrics and observers, in a run that has any."""
     activity: Activity = field(init=False)
-    """What the run is doing now, for the display."""
+    """Description of the work in progress, for the display."""
     began_with: Mapping[str, str] = field(default_factory=dict)
     """Digests of the run's models and data, by name."""
     _table: Table | None = None

@@ -184,7 +184,7 @@ _STORED_HEAD = "the stored head"
 
 
 def _advice(problems: Sequence[str]) -> str:
-    """What to do about a config.json and arguments that contradict each other."""
+    """Advice where a config.json and arguments contradict each other."""
     if any("no family computes" in problem for problem in problems):
         return "No config.json can state what the arguments say: such a model is not supported"
     return (
