@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from os import PathLike
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _ITERATION = re.compile(r"iter_\d+|release")
 
@@ -63,6 +66,7 @@ def from_hub(path: str | PathLike[str], *, weights: bool = True) -> Path:
             f"HF_TOKEN; where there is no network, run `hf download {name}` on a machine with one that shares "
             f"HF_HOME = {os.environ.get('HF_HOME', '~/.cache/huggingface')}, or give a directory"
         ) from error
+    log.warning("%s is no directory here: the Hugging Face hub's model of this name is taken (%s)", path, directory)
     return directory
 
 

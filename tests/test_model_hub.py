@@ -99,6 +99,7 @@ def test_a_run_takes_a_model_of_the_hub_once(hub, tmp_path):
     assert checked.returncode == 0, checked.stderr
     done = command(address, tmp_path, "sft", "-c", "sft.json")
     assert done.returncode == 0, done.stderr
+    assert f"{NAME}@v1 is no directory here" in done.stdout + done.stderr, "a mistyped path may be a name, too"
     assert sum(path.endswith(".safetensors") for path in asked) <= 2, "a question about the file, and the file"
     assert COMMIT in (tmp_path / "run/config.yaml").read_text()
     before = len(asked)
