@@ -3,13 +3,15 @@
 Choices (when a run stops) are made on the validation prompts or on the KL; the figures are of the test prompts, which
 nothing else reads. A control permutes the rewards over the samples of each step, so that they say nothing about the
 responses; its PPO has lambda 1, since at less than that the values of a critic that was made from the reward model
-enter the advantages. What has been run is kept: the command goes on where it was stopped. Writes
-benchmarks/results/demo.json, the figures that README and docs state.
+enter the advantages. Responses drawn in slices are compared with whole ones after equally many steps, with more seeds.
+What has been run is kept: the command goes on where it was stopped. Writes benchmarks/results/demo.json, the figures
+that README and docs state.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import subprocess
 import sys
@@ -47,8 +49,23 @@ VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """By name: the demo's stage, and what differs from its configuration."""
 
+SLICES, SAME_STEPS = 3, 40
+SLICED_SEEDS = (0, 1, 2, 3, 4)
+_SAME = (f"train.num_steps={SAME_STEPS}", "train.stop.max_kl=null")
+_SLICED = (*_SAME, f"rollout.slices={SLICES}")
+SLICED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "grpo, whole": ("grpo", ("algo.loss_average=sequence", *_SAME)),
+    "grpo, in slices": ("grpo", ("algo.loss_average=sequence", *_SLICED)),
+    "ppo, whole": ("ppo", (_RULE, *_SAME)),
+    "ppo, in slices": ("ppo", (_RULE, *_SLICED)),
+}
+"""Like `VARIANTS`: responses drawn whole and in slices, without a limit of the KL."""
+PARTS = ("advantages", "slices")
+
+T_90 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
+"""Student's t, two-sided, 90%, by the number of values (degrees of freedom and one)."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Student's t, two-sided, 95%, by the number of values (degrees of freedom and one)."""
+"""The same, 95%."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,22 +73,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--root", type=Path, default=Path("runs/demo-seeds"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    by_seed = {str(seed): run_seed(options.root / str(seed), seed, options.variants) for seed in options.seeds}
-    summary = {name: summary_of(name, by_seed) for name in options.variants}
-    write_json(options.out, {"about": about(), "seeds": by_seed, "summary": summary})
+    found: dict[str, Any] = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     console = make_console()
-    columns = ("sft", "test", "gain", "low", "high", "kl", "steps")
-    rows = [[name, *(each[column] for column in columns)] for name, each in summary.items()]
-    console.print(
-        table("test accuracy, means over seeds; 95% interval of the gain over SFT", rows, ("variant", *columns))
-    )
+    if "advantages" in options.parts:
+        chosen = {name: VARIANTS[name] for name in options.variants}
+        by_seed = {str(seed): run_seed(options.root / str(seed), seed, chosen) for seed in options.seeds}
+        summary = {name: summary_of(name, by_seed) for name in chosen}
+        found |= {"about": about(), "seeds": by_seed, "summary": summary}
+        columns = ("sft", "test", "gain", "low", "high", "kl", "steps")
+        rows = [[name, *(each[column] for column in columns)] for name, each in summary.items()]
+        title = "test accuracy, means over seeds; 95% interval of the gain over SFT"
+        console.print(table(title, rows, ("variant", *columns)))
+    if "slices" in options.parts:
+        by_seed = {str(seed): run_seed(options.root / str(seed), seed, SLICED) for seed in SLICED_SEEDS}
+        differences = {name: difference_of(name, by_seed) for name in ("grpo", "ppo")}
+        found["slices"] = {"about": about(), "seeds": by_seed, "differences": differences}
+        columns = ("whole", "in slices", "difference", "low", "high", "kl whole", "kl in slices")
+        rows = [[name, *(each[column] for column in columns)] for name, each in differences.items()]
+        title = f"test accuracy after {SAME_STEPS} steps, whole and in {SLICES} slices; 90% interval of the difference"
+        console.print(table(title, rows, ("variant", *columns)))
+    write_json(options.out, found)
     return 0
 
 
-def run_seed(root: Path, seed: int, variants: Sequence[str]) -> dict[str, Any]:
+def run_seed(root: Path, seed: int, variants: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, Any]:
     """SFT, reward model, and every variant from them; the figures they reached."""
     console = make_console()
     overrides = [f"run.seed={seed}"]
@@ -84,8 +113,7 @@ def run_seed(root: Path, seed: int, variants: Sequence[str]) -> dict[str, Any]:
         "sft": accuracy(console, root, root / ACTOR, f"seed {seed}: sft"),
         "reward_model_pairs": evaluations(root / "rm")[-1]["eval_pair_accuracy"],
     }
-    for variant in variants:
-        stage, changes = VARIANTS[variant]
+    for variant, (stage, changes) in variants.items():
         name = folder_of(variant)
         if not (root / name / "FINISHED").exists():
             command = stage_command(BY_NAME[stage], root, [*overrides, *changes], run=name)
@@ -137,6 +165,23 @@ def summary_of(variant: str, by_seed: Mapping[str, Any]) -> dict[str, float | No
         "high": None if half is None else mean(gains) + half,
         "kl": mean(row["kl"] for row in rows),
         "steps": mean(row["steps"] for row in rows),
+    }
+
+
+def difference_of(name: str, by_seed: Mapping[str, Any]) -> dict[str, float]:
+    """Means over seeds of an algorithm with whole responses and in slices, and the 90% interval of the difference, by
+    Student's t over the seeds' own differences."""
+    whole, sliced = ([each[f"{name}, {how}"] for each in by_seed.values()] for how in ("whole", "in slices"))
+    differences = [ours["test"] - theirs["test"] for ours, theirs in zip(sliced, whole, strict=True)]
+    half = T_90[len(differences)] * stdev(differences) / len(differences) ** 0.5
+    return {
+        "whole": mean(row["test"] for row in whole),
+        "in slices": mean(row["test"] for row in sliced),
+        "difference": mean(differences),
+        "low": mean(differences) - half,
+        "high": mean(differences) + half,
+        "kl whole": mean(row["kl"] for row in whole),
+        "kl in slices": mean(row["kl"] for row in sliced),
     }
 
 
