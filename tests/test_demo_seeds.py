@@ -11,7 +11,6 @@ from megarlhf.trainers.rl.advantages import ADVANTAGES
 from tools.demo.pipeline import BY_NAME
 from tools.demo.seeds import SLICED, SLICES, VARIANTS, difference_of, folder_of, summary_of
 
-
 ALL = {**VARIANTS, **SLICED}
 
 
