@@ -219,7 +219,6 @@ class Rank:
             self._price,
             tokens_per_second=job.rollout_tokens_per_second,
             max_running=int(rollout.vllm.args.get("max_num_seqs", MAX_NUM_SEQS)),
-            samples_per_prompt=rollout.num_samples_per_prompt,
         )
         self._rollouts.append(rollout_row)
         self.meter.spend("rollout", rollout_row.slowest, 0.0)

@@ -183,9 +183,13 @@ class _Rehearsal:
         )
 
     def _rank(self, kind: Kind, record: RankRecord) -> RankResult:
+        margins = [self._margin(record, phase) for phase in record.memory]
+        needs = [
+            phase.peak + sum(item.nbytes for item in items) for phase, items in zip(record.memory, margins, strict=True)
+        ]
         # The time between phases begins with the memory that the phase before it has left.
-        peak = max(record.memory, key=lambda phase: (phase.peak, phase.phase not in (BETWEEN, "offload")))
-        items = self._margin(record, peak)
+        most = max(range(len(needs)), key=lambda n: (needs[n], record.memory[n].phase not in (BETWEEN, "offload")))
+        peak, items = record.memory[most], margins[most]
         points = sorted((point for phase in record.memory for point in phase.curve), key=lambda point: point[0])
         begins = [(begin, phase.step, phase.phase) for phase in record.memory for begin in phase.begins]
         return RankResult(
@@ -197,7 +201,7 @@ class _Rehearsal:
             peak=peak.peak,
             peak_at=(peak.step, peak.phase),
             margin=items,
-            need=peak.peak + sum(item.nbytes for item in items),
+            need=needs[most],
             curve=points,
             phases_at=sorted(begins, key=lambda begin: begin[0]),
             messages=[MessageRow(**line._asdict(), count=count, nbytes=n) for line, count, n in record.messages],
@@ -209,12 +213,13 @@ class _Rehearsal:
             cache_bytes=record.cache_bytes,
         )
 
-    def _margin(self, record: RankRecord, peak: PhaseMemory) -> list[MarginRow]:
+    def _margin(self, record: RankRecord, phase: PhaseMemory) -> list[MarginRow]:
+        """Margin of a rank in one phase. Between phases torch's allocator gives back what it keeps for reuse."""
         if self.request.hardware.kind != "gpu":
             return []
         # Only one role's kernels run at a time: those of the trained role that needs most count.
         facts = max(
-            (self._facts(record, peak, role) for role in self._trained(record)),
+            (self._facts(record, phase, role) for role in self._trained(record)),
             key=lambda facts: total_bytes(margin(self.request.margin, facts)),
         )
         # vLLM's memory beside weights and cache stays allocated while others work.
@@ -227,16 +232,16 @@ class _Rehearsal:
         names = [name for name in self.layouts if f"train/{name}" in record.loads]
         return names or [self.main]
 
-    def _facts(self, record: RankRecord, peak: PhaseMemory, role: str) -> Facts:
-        section = self.cfg.roles()[role]
+    def _facts(self, record: RankRecord, phase: PhaseMemory, role: str) -> Facts:
+        section, trains = self.cfg.roles()[role], phase.phase == f"train/{role}"
         has_engine = isinstance(self.cfg, RLConfig) and engine_of(self.cfg.rollout).has_own_weights
         return facts_of(
             record.reached,
             record.memberships,
-            peak,
+            phase,
             architecture_from_hf(section.model.hf_directory()),
             tp=self.layouts[role].tp,
-            tokens=max((load.longest for load in record.loads.get(f"train/{role}", ())), default=0),
+            tokens=max((load.longest for load in record.loads.get(phase.phase, ())), default=0) if trains else 0,
             layers=self.request.layers,
             engine_tp=self.cfg.rollout.tp(self.cfg.roles()[self.main]) if has_engine else 0,
         )
@@ -336,7 +341,11 @@ def _resume_point(record: RankRecord) -> ResumePointRow | None:
         return None
     _, peak = max((phase.step, phase.peak) for phase in record.memory if phase.phase == "checkpoint")
     return ResumePointRow(
-        nbytes=written.nbytes, files=len(written.bytes_by_role), peak=peak, host_bytes=written.host_bytes
+        nbytes=written.nbytes,
+        files=len(written.bytes_by_role),
+        tables=written.tables,
+        peak=peak,
+        host_bytes=written.host_bytes,
     )
 
 

@@ -16,7 +16,7 @@ class DecodePrice(Protocol):
     """Prices of rollouts: `pricing.Pricing`."""
 
     def decode_seconds(
-        self, shape: EngineShape, work: RolloutWork, cache_bytes: int, *, max_running: int, samples_per_prompt: int
+        self, shape: EngineShape, work: RolloutWork, cache_bytes: int, *, max_running: int
     ) -> tuple[list[RolloutTime], list[int]]: ...
 
 
@@ -45,7 +45,6 @@ def estimate(
     *,
     tokens_per_second: float | None,
     max_running: int,
-    samples_per_prompt: int,
 ) -> tuple[RolloutRow, list[int]]:
     """Time of the slowest and the fastest engine, and the engine that takes each piece of the queue.
 
@@ -53,12 +52,11 @@ def estimate(
     """
     if tokens_per_second is not None:
         tokens, owners = stated_tokens(work)
-        seconds, most_running = [count / tokens_per_second for count in tokens], 0
+        seconds, most_running, waited = [count / tokens_per_second for count in tokens], 0, 0.0
     else:
-        times, owners = price.decode_seconds(
-            shape, work, cache_bytes, max_running=max_running, samples_per_prompt=samples_per_prompt
-        )
+        times, owners = price.decode_seconds(shape, work, cache_bytes, max_running=max_running)
         seconds, most_running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
+        waited = max((time.waited for time in times), default=0.0)
     pieces = (*work.engines, *work.queue)
     rollout = RolloutRow(
         slowest=max(seconds, default=0.0),
@@ -66,6 +64,8 @@ def estimate(
         tokens=sum(sum(piece.responses) for piece in pieces),
         most_running=most_running,
         observed=sum(piece.num_observed for piece in pieces),
+        computed=sum(each.computed for piece in pieces for each in piece),
+        waited=waited,
     )
     return rollout, owners
 

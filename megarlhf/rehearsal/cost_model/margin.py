@@ -106,7 +106,7 @@ class Facts:
     passing_bytes: int
     """Memory that comes and goes, at the peak."""
     tokens: int
-    """Tokens of the longest micro-batch that is trained."""
+    """Tokens of the longest micro-batch; 0 in a phase that trains nothing."""
     heads: int
     kv_heads: int
     """Key-value heads of this rank, in the role that is trained."""
@@ -135,7 +135,7 @@ class Item:
 def facts_of(
     reached: Reached,
     memberships: int,
-    peak: PhaseMemory,
+    phase: PhaseMemory,
     arch: Architecture,
     *,
     tp: int,
@@ -143,13 +143,13 @@ def facts_of(
     layers: Layers,
     engine_tp: int = 0,
 ) -> Facts:
-    """Facts of a rank while one role is trained."""
+    """Facts of a rank in a phase."""
     return Facts(
         memberships=memberships,
         groups=reached.groups,
         near_peers=reached.near_peers,
         far_groups=reached.far_groups,
-        passing_bytes=sum(nbytes for kind, nbytes in peak.by_kind.items() if kind not in STAYS),
+        passing_bytes=sum(nbytes for kind, nbytes in phase.by_kind.items() if kind not in STAYS),
         tokens=tokens,
         heads=arch.num_heads // tp,
         kv_heads=max(1, arch.num_kv_heads // tp),
@@ -162,7 +162,7 @@ def facts_of(
 
 
 def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
-    """All items beside the tensors of a rank at its peak, without vLLM's own (`engine_items`)."""
+    """All items beside the tensors of a rank in a phase, without vLLM's own (`engine_items`)."""
     return [
         Item("CUDA context", _mib(cfg.context_mib), "a process", "pytorch/pytorch#109888", before_tensors=True),
         *_nccl(cfg.nccl, facts),
@@ -172,8 +172,7 @@ def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
             f"{cfg.streams:g} streams x {cfg.cublas_mib:g} MiB",
             "aten/src/ATen/cuda/CublasHandlePool.cpp",
         ),
-        _attention(facts),
-        *_norms(cfg, facts),
+        *([_attention(facts), *_norms(cfg, facts)] if facts.tokens else []),
         Item("temporaries inside other kernels", _mib(cfg.kernels_mib), "a device", "assumed"),
         Item(
             "fragmentation",

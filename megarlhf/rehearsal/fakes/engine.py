@@ -26,7 +26,7 @@ from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Seq
 from megarlhf.rehearsal.cost_model.engine_time import shape_of
 from megarlhf.rehearsal.fakes.drawn_samples import ConversationLengths, SampleDraws, drawn_stretches
 from megarlhf.rehearsal.fakes.lengths import Lengths
-from megarlhf.rollout.balance import assign, chunk_by_length
+from megarlhf.rollout.balance import assign, chunk_by_length, prompt_of
 from megarlhf.rollout.engine import gather_indexed
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.rollout.requests import RequestSource
@@ -197,7 +197,8 @@ class RehearsedEngine(VllmEngine):
         assignment = assign(self._rollout.balance, pieces, world // tp)
 
         def sequences(rows: Sequence[int]) -> Sequences:
-            return Sequences.of_stretches([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
+            computed = tokens_to_compute([prompts[n] for n in rows], [given[n] for n in rows])
+            return Sequences.of_stretches([len(prompts[n]) for n in rows], [drawn[n] for n in rows], computed)
 
         first, queue = map(sequences, assignment.first), map(sequences, assignment.queue)
         work = RolloutWork([*first], [*queue], assignment.max_unfinished)
@@ -247,6 +248,17 @@ class GivenResponses(MegatronEngine):
         index = self._draws.index(seeds, given, sampling, self.weight_version, with_environment=talks)
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, index, self._runtime)
+
+
+def tokens_to_compute(prompts: Sequence[Tensor], parts: Sequence[ResponsePart]) -> list[int]:
+    """Tokens of each row that an engine computes before it draws: what was drawn earlier, and the prompt itself at its
+    first row."""
+    seen, computed = set[bytes](), []
+    for row, part in zip(prompts, parts, strict=True):
+        prompt = prompt_of(row, part).numpy().tobytes()
+        computed.append(len(part.so_far) if prompt in seen else len(row))
+        seen.add(prompt)
+    return computed
 
 
 def whole_samples(parts: Sequence[ResponsePart], sampling: Sampling) -> int | None:

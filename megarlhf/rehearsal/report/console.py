@@ -14,6 +14,7 @@ from megarlhf.rehearsal.report.sentences import (
     ESTIMATE,
     NO_TIME,
     NOT_MEASURED,
+    engines,
     gib,
     kinds,
     moment,
@@ -44,6 +45,8 @@ def print_result(result: Result, console: Console) -> None:
         console.print(Text(sentence))
     _print_ranks(result, console)
     _print_times(result, console)
+    for sentence in engines(result):
+        console.print(Text(sentence))
     _print_messages(rank, console)
     _print_list(console, "What stood in for what", result.notes, "")
     if result.assumptions:

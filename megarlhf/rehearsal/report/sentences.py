@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarlhf.observe.terminal.progress import format_number
 from megarlhf.rehearsal.result import RankResult, Result
 
 GIB = 2**30
@@ -96,6 +97,23 @@ def verdict(result: Result) -> list[str]:
     return sentences
 
 
+def engines(result: Result) -> list[str]:
+    """Where the time of the last step's rollout goes besides drawing; nothing where no engine is rehearsed."""
+    if not result.rollouts or not result.rollouts[-1].most_running:
+        return []
+    last = result.rollouts[-1]
+    computed = f"{last.computed:,} tokens of prompts, and of responses that go on, are computed"
+    running = f"at most {quantity(last.most_running, 'response')} at once"
+    sentences = [f"Engines in step {len(result.rollouts)}: {running}; {computed} before {last.tokens:,} are drawn."]
+    if last.waited:
+        sentences.append(
+            f"Responses wait for room in an engine's cache during {format_number(last.waited)} of "
+            f"{format_number(last.slowest)} s: a larger rollout.vllm.gpu_memory_utilization or another "
+            "rollout.parallel.tp may help."
+        )
+    return sentences
+
+
 def resume_point(result: Result) -> list[str]:
     """Bytes of a resume point and memory while it is written; nothing where none was written."""
     rows = [(rank, rank.resume_point) for rank in result.ranks if rank.resume_point is not None]
@@ -105,7 +123,8 @@ def resume_point(result: Result) -> list[str]:
     holder, highest = max(rows, key=lambda row: row[1].peak)
     copy = f", from a copy of {gib(most.host_bytes)} GiB in host memory" if most.host_bytes else ""
     files = quantity(most.files, "file")
+    tables = f" Rank 0 also writes {size(most.tables)} of responses that are under way." if most.tables else ""
     return [
-        f"A resume point: rank {writer.rank} writes most, {gib(most.nbytes)} GiB in {files}{copy}.",
+        f"A resume point: rank {writer.rank} writes most, {gib(most.nbytes)} GiB in {files}{copy}.{tables}",
         f"When it begins, the device of rank {holder.rank} holds {gib(highest.peak)} GiB.",
     ]
