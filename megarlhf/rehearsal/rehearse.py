@@ -223,7 +223,7 @@ class _Rehearsal:
             key=lambda facts: total_bytes(margin(self.request.margin, facts)),
         )
         # vLLM's memory beside weights and cache stays allocated while others work.
-        items = [*margin(self.request.margin, facts), *engine_items(self.request.margin, facts)]
+        items = [*margin(self.request.margin, facts), *engine_items(self.request.margin, self._engine_tp)]
         return [
             MarginRow(name=item.name, nbytes=item.nbytes, scaling=item.scaling, source=item.source) for item in items
         ]
@@ -234,7 +234,6 @@ class _Rehearsal:
 
     def _facts(self, record: RankRecord, phase: PhaseMemory, role: str) -> Facts:
         section, trains = self.cfg.roles()[role], phase.phase == f"train/{role}"
-        has_engine = isinstance(self.cfg, RLConfig) and engine_of(self.cfg.rollout).has_own_weights
         return facts_of(
             record.reached,
             record.memberships,
@@ -243,8 +242,13 @@ class _Rehearsal:
             tp=self.layouts[role].tp,
             tokens=max((load.longest for load in record.loads.get(phase.phase, ())), default=0) if trains else 0,
             layers=self.request.layers,
-            engine_tp=self.cfg.rollout.tp(self.cfg.roles()[self.main]) if has_engine else 0,
         )
+
+    @property
+    def _engine_tp(self) -> int:
+        """Tensor-parallel size of an engine; 0 where there is none."""
+        has_engine = isinstance(self.cfg, RLConfig) and engine_of(self.cfg.rollout).has_own_weights
+        return self.cfg.rollout.tp(self.cfg.actor) if has_engine else 0
 
     def _reshard(self) -> Reshard | None:
         request, cfg = self.request, self.cfg

@@ -7,9 +7,14 @@ from typing import Protocol
 import torch
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.config import RolloutConfig
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, RolloutWork
 from megarlhf.rehearsal.result import RolloutRow
+
+MAX_NUM_SEQS = 1024
+"""Sequences that vLLM runs at once unless `rollout.vllm.args` sets it: its default on a GPU of 70 GiB or more
+(vllm/engine/arg_utils.py)."""
 
 
 class DecodePrice(Protocol):
@@ -18,6 +23,11 @@ class DecodePrice(Protocol):
     def decode_seconds(
         self, shape: EngineShape, work: RolloutWork, cache_bytes: int, *, max_running: int
     ) -> tuple[list[RolloutTime], list[int]]: ...
+
+
+def max_sequences(rollout: RolloutConfig) -> int:
+    """Sequences that an engine runs at once."""
+    return int(rollout.vllm.args.get("max_num_seqs", MAX_NUM_SEQS))
 
 
 def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, weight_bytes: int) -> EngineShape:

@@ -115,8 +115,6 @@ class Facts:
     layer_norm: bool
     """Whether norms have a bias."""
     layers: Layers
-    engine_tp: int = 0
-    """Tensor-parallel size of vLLM; 0 where this rank has no engine."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,6 @@ def facts_of(
     tp: int,
     tokens: int,
     layers: Layers,
-    engine_tp: int = 0,
 ) -> Facts:
     """Facts of a rank in a phase."""
     return Facts(
@@ -157,7 +154,6 @@ def facts_of(
         hidden=arch.hidden_size,
         layer_norm=arch.norm == "layer",
         layers=layers,
-        engine_tp=engine_tp,
     )
 
 
@@ -183,13 +179,16 @@ def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
     ]
 
 
-def engine_items(cfg: MarginConfig, facts: Facts) -> list[Item]:
-    """Items that vLLM takes from its own share of the device, beside weights, activations and cache."""
-    if not facts.engine_tp:
+def engine_items(cfg: MarginConfig, engine_tp: int) -> list[Item]:
+    """Items that vLLM takes from its own share of the device, beside weights, activations and cache.
+
+    engine_tp: its tensor-parallel size; 0: the rank has no engine
+    """
+    if not engine_tp:
         return []
     vllm = cfg.vllm
     items = [Item("CUDA graphs", _mib(vllm.graphs_mib), "an engine", "assumed; vllm/v1/worker/gpu_worker.py")]
-    if facts.engine_tp > 1:
+    if engine_tp > 1:
         communicator = _communicator_mib(cfg.nccl)
         formula = f"{vllm.communicators:g} communicators x {communicator:g} MiB + {vllm.all_reduce_mib:g} MiB"
         nbytes = _mib(vllm.communicators * communicator + vllm.all_reduce_mib)

@@ -22,11 +22,11 @@ from megarlhf.config import RolloutConfig
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Sequences
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork
 from megarlhf.rehearsal.cost_model.engine_time import shape_of
+from megarlhf.rehearsal.fakes.deal import deal
 from megarlhf.rehearsal.fakes.drawn_samples import ConversationLengths, SampleDraws, drawn_stretches
 from megarlhf.rehearsal.fakes.lengths import Lengths
-from megarlhf.rollout.balance import assign, chunk_by_length, prompt_of
 from megarlhf.rollout.engine import gather_indexed
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.rollout.requests import RequestSource
@@ -193,15 +193,7 @@ class RehearsedEngine(VllmEngine):
         talks = conversations is not None
         index = self._draws.index(seeds, given, sampling, self._version, with_environment=talks)
         drawn = [drawn_stretches(entry, part) for entry, part in zip(index, given, strict=True)]
-        pieces = chunk_by_length(prompts, given, range(len(prompts)), world // tp, self._seen)
-        assignment = assign(self._rollout.balance, pieces, world // tp)
-
-        def sequences(rows: Sequence[int]) -> Sequences:
-            computed = tokens_to_compute([prompts[n] for n in rows], [given[n] for n in rows])
-            return Sequences.of_stretches([len(prompts[n]) for n in rows], [drawn[n] for n in rows], computed)
-
-        first, queue = map(sequences, assignment.first), map(sequences, assignment.queue)
-        work = RolloutWork([*first], [*queue], assignment.max_unfinished)
+        work, assignment = deal(prompts, given, drawn, self._rollout.balance, world // tp, self._seen)
         shares = [list(rows) for rows in assignment.first]
         for rows, engine in zip(assignment.queue, self._estimate(work, self._shape, self._cache_bytes), strict=True):
             shares[engine] += rows
@@ -248,17 +240,6 @@ class GivenResponses(MegatronEngine):
         index = self._draws.index(seeds, given, sampling, self.weight_version, with_environment=talks)
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, index, self._runtime)
-
-
-def tokens_to_compute(prompts: Sequence[Tensor], parts: Sequence[ResponsePart]) -> list[int]:
-    """Tokens of each row that an engine computes before it draws: what was drawn earlier, and the prompt itself at its
-    first row."""
-    seen, computed = set[bytes](), []
-    for row, part in zip(prompts, parts, strict=True):
-        prompt = prompt_of(row, part).numpy().tobytes()
-        computed.append(len(part.so_far) if prompt in seen else len(row))
-        seen.add(prompt)
-    return computed
 
 
 def whole_samples(parts: Sequence[ResponsePart], sampling: Sampling) -> int | None:

@@ -25,7 +25,6 @@ from megarlhf.rehearsal.report.sentences import (
     ESTIMATE,
     NO_TIME,
     NOT_MEASURED,
-    engines,
     gib,
     kinds,
     moment,
@@ -36,6 +35,7 @@ from megarlhf.rehearsal.report.sentences import (
     size,
     stages,
     verdict,
+    waits_for_cache,
 )
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
 
@@ -150,7 +150,7 @@ def _environment(folder: Path) -> Environment:
     functions += (
         bytes_by_carrier,
         end_steps,
-        engines,
+        waits_for_cache,
         format_duration,
         gib,
         kinds,

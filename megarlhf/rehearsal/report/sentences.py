@@ -97,21 +97,14 @@ def verdict(result: Result) -> list[str]:
     return sentences
 
 
-def engines(result: Result) -> list[str]:
-    """Where the time of the last step's rollout goes besides drawing; nothing where no engine is rehearsed."""
-    if not result.rollouts or not result.rollouts[-1].most_running:
+def waits_for_cache(result: Result) -> list[str]:
+    """Sentence about responses that wait for room in the last step, if any do."""
+    if not result.rollouts or not result.rollouts[-1].waited:
         return []
     last = result.rollouts[-1]
-    computed = f"{last.computed:,} tokens of prompts, and of responses that go on, are computed"
-    running = f"at most {quantity(last.most_running, 'response')} at once"
-    sentences = [f"Engines in step {len(result.rollouts)}: {running}; {computed} before {last.tokens:,} are drawn."]
-    if last.waited:
-        sentences.append(
-            f"Responses wait for room in an engine's cache during {format_number(last.waited)} of "
-            f"{format_number(last.slowest)} s: a larger rollout.vllm.gpu_memory_utilization or another "
-            "rollout.parallel.tp may help."
-        )
-    return sentences
+    share = f"{format_number(last.waited)} of {format_number(last.slowest)} s"
+    hint = "a larger rollout.vllm.gpu_memory_utilization or another rollout.parallel.tp may help"
+    return [f"Responses wait for room in an engine's cache during {share}: {hint}."]
 
 
 def resume_point(result: Result) -> list[str]:
