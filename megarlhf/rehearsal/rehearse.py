@@ -277,6 +277,8 @@ class _Rehearsal:
         notes = ["Weights have no numbers: no checkpoint is read."]
         if isinstance(self.cfg, RLConfig):
             notes += self._notes_of_lengths(self.cfg.rollout.max_response_tokens)
+            if self.cfg.rollout.is_stale:
+                notes.append("The rollout of step 1 is longer: it also begins the samples of later steps.")
             if not engine_of(self.cfg.rollout).has_own_weights:
                 notes.append("The engine megatron generates nothing: its time and memory are not included.")
         if request.hardware.kind == "gpu":
