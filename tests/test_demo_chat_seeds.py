@@ -30,6 +30,8 @@ from tools.demo_chat.pipeline import GRPO, SFT, Runner
 from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_memory
 from tools.demo_chat.result_file import about, added, earlier, mean_over, over_seeds, settings
 from tools.demo_chat.seeds import LAYOUTS, SHORT, SMALL_STEP, VARIANTS
+from tools.demo_chat.sliced import IN_SLICES, SLICED, SLICES, WHOLE
+from tools.demo_chat.sliced import over_seeds as over_seeds_90
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -43,6 +45,16 @@ def test_a_variant_is_a_configuration_that_means_what_it_says(variant):
     assert cfg.algo.shuffle_rewards is (variant == "control")
     assert (cfg.actor.lora is not None) is (variant == "grpo-lora")
     assert not cfg.algo.needs_critic, "a critic that knows the rewards would enter the control's advantages"
+
+
+def test_slices_differ_from_whole_responses_in_nothing_else():
+    whole, sliced = (load_config(RLConfig, GRPO.config, SLICED[name]) for name in (WHOLE, IN_SLICES))
+    assert sliced.rollout.slices == SLICES
+    assert sliced.model_copy(update={"rollout": whole.rollout}) == whole
+    assert not {note.partition(":")[0] for note in without_effect(sliced)} & {"rollout.slices"}
+    found = over_seeds_90([-0.01, 0.0, 0.01])
+    assert found["low"] == pytest.approx(-2.920 * 0.01 / math.sqrt(3))
+    assert over_seeds_90([0.5])["low"] is None
 
 
 def test_layouts_are_legal():
@@ -234,6 +246,7 @@ def test_all_parts_on_a_small_model(tmp_path) -> None:
     found = json.loads((tmp_path / "result.json").read_text())
     assert set(found["summary"]["models"]) == {"released", "sft", "ppo", "grpo", "control", "grpo-lora"}
     assert found["killed"]["equal"], found["killed"]["differences"]
+    assert found["slices"]["seeds"]["0"][IN_SLICES]["staleness_mean"] > 0
     for by_layout in found["layouts"].values():
         one = by_layout.pop("one rank")
         assert list(by_layout) == ["TP3", "PP2", "TP3 x PP2"]

@@ -43,13 +43,33 @@ def changed(found: dict[str, Row]) -> str:
     return "\n".join(lines)
 
 
+def step_table(found: dict[str, Row]) -> str:
+    """Seconds of a step with whole responses and in slices, and its parts in slices."""
+    words = ("job", "whole", "slices", "engine", "in slices", "rollout", "of it waits", "scores", "training", "rest")
+    return table(words, [(name, *_parts(row)) for name, row in found.items()])
+
+
+def _parts(row: Row) -> tuple[str, ...]:
+    seconds, whole_step, settings = row["seconds"], row["step_seconds_estimated"], row["settings"]
+    scores = sum(value for phase, value in seconds.items() if phase.startswith("score/") or phase == "reward")
+    training = sum(value for phase, value in seconds.items() if phase.startswith("train/"))
+    parts = row["rollout"]["slowest"], row["rollout"]["waited"], scores, training
+    rest = whole_step - row["rollout"]["slowest"] - scores - training
+    return (
+        f"{row['step_seconds_whole_estimated']:,.0f} s",
+        str(settings["slices"]),
+        f"tp {settings['parallel']['tp']}, {settings['vllm']['gpu_memory_utilization']:g}",
+        f"{whole_step:,.0f} s",
+        *(f"{part:,.0f}" for part in (*parts, rest)),
+    )
+
+
 def time_table(found: dict[str, Row]) -> str:
-    """Estimates of a step, and shares of its training phases."""
-    words = ("job", "step", "MFU without rollout", "forward and backward", "bubble", "exposed", "again")
+    """Shares of a step's training phases."""
+    words = ("job", "MFU without rollout", "forward and backward", "bubble", "exposed", "again")
     rows = [
         (
             name,
-            f"{row['step_seconds_estimated']:,.0f} s",
             f"{row['utilisation']:.0%}",
             *(f"{row['training'][key]:.1%}" for key in ("forward_and_backward", "bubble", "exposed", "recomputation")),
         )
@@ -59,7 +79,7 @@ def time_table(found: dict[str, Row]) -> str:
 
 
 def peaks_table(found: dict[str, Row]) -> str:
-    """GiB of tensors in some phases, before memory followed the phase and now."""
+    """GiB of tensors in some phases, where all stays on the device and responses are whole, and now."""
     rows = [(name, *(_both(row, phase) for phase in PHASES)) for name, row in found.items()]
     return table(("before, now", *PHASES), rows)
 
@@ -81,7 +101,7 @@ def _price(row: Row, name: str) -> str:
     return f"{seconds:.1f} s, {seconds / row['step_seconds_estimated']:.1%}"
 
 
-TABLES = (fits_table, changed, time_table, peaks_table, price_table)
+TABLES = (fits_table, changed, step_table, time_table, peaks_table, price_table)
 
 
 def load() -> dict[str, Row]:
