@@ -279,6 +279,7 @@ def test_the_probe_finds_faults_and_not_the_age_of_weights(fault, vllm_ranks, on
             "algo.dynamic_sampling.max_refills=1",
             ("max_refills = 1", "rollout.slices = 3", "algo.dynamic_sampling.surplus"),
         ),
+        ("algo.dynamic_sampling.surplus=61", ("= 4 + 61", "65 different prompts", "has 64")),
         ("rollout.steps_ahead=2", ("rollout.steps_ahead", "0 or 1")),
     ],
 )
