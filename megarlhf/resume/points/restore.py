@@ -175,7 +175,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     """Value of a dotted key of `DRAWS`; that of a run from before the key where it is missing."""
     *sections, name = key.split(".")
     for section in sections:
-        config = config[section]
+        config = config.get(section, {})
     return config.get(name, _BEFORE_THE_KEY.get(key))
 
 
