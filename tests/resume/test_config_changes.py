@@ -159,7 +159,7 @@ def test_a_step_in_progress_is_completed_only_with_its_own_mini_batches() -> Non
 
 
 def test_responses_that_were_begun_are_finished_as_they_were_begun() -> None:
-    """A point of a version that had no surplus is one of surplus 0. Where nothing is in flight a surplus may change, and
+    """A point of a version without the key has surplus 0. Where nothing is in flight a surplus may change, and
     a number of slices may not."""
     before = loaded("rl").model_dump(mode="json")
     del before["algo"]["dynamic_sampling"]["surplus"], before["rollout"]["slices"]
