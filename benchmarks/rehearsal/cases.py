@@ -118,6 +118,8 @@ class Case:
     lora: int = 0
     """Rank of the actor's adapter; 0: the actor has none."""
 
+    slices: int = 1
+    """Parts in which responses are drawn, over as many steps; of `rl`."""
     gathers_run_on: bool = False
     """Into the next phase, in which gloo keeps copies until a thread of its own is done, sooner or later. A rehearsal
     counts them until they are waited for: there it says more than what is measured. NCCL makes no copies."""
@@ -139,21 +141,31 @@ class Case:
         layout += "" if self.distributed else ", plain optimizer"
         layout += ", gathers run on" if self.gathers_run_on else ""
         layout += f", LoRA {self.lora}" if self.lora else ""
+        layout += f", {self.slices} slices" if self.slices > 1 else ""
         layout += "" if self.shares else ", prompts apart"
         layout += f", read-only roles on ranks {self.frozen['ranks']}" if self.frozen else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
+
+    @property
+    def num_steps(self) -> int:
+        """Steps until one has been trained on samples that only later weights than the first ones drew."""
+        return 1 + self.slices
 
 
 def job_of(
     case: Case,
     directory: Path,
-    num_steps: int = 2,
+    num_steps: int | None = None,
     *,
     resume_point: bool = False,
     prompt_lengths: Lengths = Uniform(8, 64),  # noqa: B008 -- frozen
     response_lengths: Lengths = Uniform(24, LONGEST - 64),  # noqa: B008 -- frozen
 ) -> Job:
-    """With everything that it reads, in `directory`. With `resume_point` it writes one, before its last step."""
+    """With everything that it reads, in `directory`. With `resume_point` it writes one, before its last step.
+
+    num_steps: default: those of the case
+    """
+    num_steps = num_steps or case.num_steps
     model = directory / "model"
     model.mkdir(parents=True)
     config = {**MODELS[case.model], "bos_token_id": 1, "eos_token_id": 2}
@@ -178,7 +190,8 @@ def job_of(
             "mini_batch_samples": case.samples,
             **micro,
         }
-        tree["rollout"] |= {"max_response_tokens": LONGEST - 64, "engine": "vllm"}
+        tree["rollout"] |= {"max_response_tokens": LONGEST - 64, "engine": "vllm", "slices": case.slices}
+        tree["rollout"] |= {"logprob_gap": {"mean": 1e9, "p999": 1e9}}  # log-probs are made up
         tree["rollout"] |= (
             {"parallel": {"tp": case.engine_tp}, "vllm": {"cpu_cache_gib": CACHE >> 30}} if case.engine_tp else {}
         )

@@ -1,8 +1,8 @@
 """Which of the published configurations fit, with how much, and what fitting costs: `make bench-fits`.
 
-Each is rehearsed for two steps, all kinds of ranks or one whole pipeline, and its tightest rank once more with
-everything on the device and nothing computed again, which is how it was before memory followed the phase. Writes
-benchmarks/results/fits.json.
+Each is rehearsed for two steps, all kinds of ranks or one whole pipeline. Its tightest rank is rehearsed once more with
+whole responses, everything on the device and nothing computed again: what a step takes without slices, and memory that
+does not follow the phase. Writes benchmarks/results/fits.json.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ class Case:
     mean: int
     """Tokens of a response, lognormal."""
     overrides: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    """What is best for whole responses, beside `rollout.slices=1`: overrides."""
     ranks: str | None = None
     """Of large jobs one whole pipeline; None: one of each kind."""
 
 
 PIPELINE = "0,16,32,48"
 """Of 64 ranks in four stages."""
+WHOLE = ("rollout.vllm.gpu_memory_utilization=0.75",)
 CASES = {
-    "Llama-3.1-8B PPO, 16k, 8 GPUs": Case("llama-3-8b/ppo-8", 4000),
+    "Llama-3.1-8B PPO, 16k, 8 GPUs": Case("llama-3-8b/ppo-8", 4000, whole=(*WHOLE, "rollout.parallel.tp=1")),
     "Llama-3.1-70B PPO, 16k, 64 GPUs": Case("llama-3-70b/ppo-64", 4000, ranks=PIPELINE),
     "Llama-3.1-70B GRPO, 8k, 32 GPUs": Case("llama-3-70b/grpo-32", 1700),
-    "Llama-3.1-70B GRPO, 32k, 64 GPUs": Case("llama-3-70b/grpo-64", 8000, ranks=PIPELINE),
+    "Llama-3.1-70B GRPO, 32k, 64 GPUs": Case("llama-3-70b/grpo-64", 8000, whole=WHOLE, ranks=PIPELINE),
     "Llama-3.1-70B GRPO, 8k, 64 GPUs": Case(
         "llama-3-70b/grpo-64",
         1700,
@@ -56,12 +59,20 @@ CASES = {
             "actor.recompute_layers=",
             "train.max_tokens_per_micro_batch=8192",
             "rollout.max_response_tokens=7168",
+            "rollout.parallel.tp=4",
+            "rollout.vllm.gpu_memory_utilization=0.75",
         ),
+        whole=("rollout.parallel.tp=8",),
         ranks=PIPELINE,
     ),
-    "Qwen3-30B-A3B GRPO, 32k, 16 GPUs": Case("qwen3-30b-a3b/grpo-16", 8000),
+    "Qwen3-30B-A3B GRPO, 32k, 16 GPUs": Case(
+        "qwen3-30b-a3b/grpo-16", 8000, whole=("rollout.parallel.tp=2", "rollout.vllm.gpu_memory_utilization=0.7")
+    ),
     "Llama-3.1-405B GRPO, 16k, 256 GPUs": Case(
-        "llama-3.1-405b/grpo-256", 4000, ranks=",".join(map(str, range(0, 256, 32)))
+        "llama-3.1-405b/grpo-256",
+        4000,
+        whole=("rollout.parallel.tp=16", "rollout.vllm.gpu_memory_utilization=0.8"),
+        ranks=",".join(map(str, range(0, 256, 32))),
     ),
 }
 
@@ -73,10 +84,10 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         found, took = rehearse(config, Path(directory) / "now", *ranks, *case.overrides, mean=case.mean)
         only = ["--ranks", str(found["tightest"])]
-        resident = [*case.overrides, *everything_resident(config)]
+        resident = [*case.overrides, *everything_resident(config), "rollout.slices=1", *case.whole]
         before, _ = rehearse(config, Path(directory) / "before", *only, *resident, mean=case.mean)
     tightest = _tightest(found)
-    last = found["times"][-1]
+    last, rollout, whole = found["times"][-1], found["rollouts"][-1], before["rollouts"][-1]
     return {
         "config": case.config,
         "overrides": list(case.overrides),
@@ -90,6 +101,9 @@ def measure(case: Case) -> dict[str, Any]:
         "host_gib_per_node": gib(found["host_per_node"]),
         "longest_sequence": longest_sequence(found, MOST_GIB * GIB),
         "step_seconds_estimated": round(last["seconds"], 1),
+        "step_seconds_whole_estimated": round(last["seconds"] - rollout["slowest"] + whole["slowest"], 1),
+        "rollout": {key: round(rollout[key], 1) for key in ("slowest", "fastest", "waited")},
+        "settings": {key: found["config"]["rollout"][key] for key in ("slices", "parallel", "vllm")},
         "training": {
             key: round(last[key], 3) for key in ("forward_and_backward", "bubble", "exposed", "recomputation")
         },

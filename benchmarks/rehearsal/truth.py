@@ -93,6 +93,10 @@ CASES: tuple[Case, ...] = (
     Case(command="rl", advantage=GRPO, world_size=2, dtype="bf16", packed=True, shares=False),
     Case(command="rl", advantage=GRPO, model="window", packed=True),
     Case(command="rl", advantage=GRPO, model="learned", dtype="bf16", packed=True),
+    Case(command="rl", advantage=GRPO, dtype="bf16", packed=True, slices=3),
+    Case(command="rl", parallel=PP2, world_size=2, dtype="bf16", packed=True, slices=3),
+    Case(command="rl", advantage=GRPO, parallel=TP2, world_size=2, engine_tp=1, packed=True, slices=3),
+    Case(command="rl", advantage=GRPO, world_size=2, engine_tp=2, dtype="bf16", offload=STREAMED, slices=3),
 )
 
 

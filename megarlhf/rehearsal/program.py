@@ -17,7 +17,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork
-from megarlhf.rehearsal.cost_model.engine_time import DecodePrice, estimate
+from megarlhf.rehearsal.cost_model.engine_time import DecodePrice, estimate, max_sequences
 from megarlhf.rehearsal.cost_model.margin import engine_items, facts_of, margin, total_bytes
 from megarlhf.rehearsal.cost_model.meter import Meter, OperationPricing
 from megarlhf.rehearsal.fake_device import torch_patches
@@ -50,10 +50,6 @@ from megarlhf.rollout.factory import engine_dtype
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
 from megarlhf.trainers.run.factories import RunFactories
-
-MAX_NUM_SEQS = 1024
-"""Sequences that vLLM runs at once unless `rollout.vllm.args` sets it: its default on a GPU of 70 GiB or more
-(vllm/engine/arg_utils.py)."""
 
 
 class RankPrice(OperationPricing, DecodePrice, Protocol):
@@ -200,9 +196,8 @@ class Rank:
             tp=actor.mesh.layout.tp,
             tokens=0,
             layers=job.layers,
-            engine_tp=tp,
         )
-        engine_bytes = total_bytes(engine_items(job.margin, facts)) + forward_bytes(arch, tp)
+        engine_bytes = total_bytes(engine_items(job.margin, tp)) + forward_bytes(arch, tp)
         return EngineBudget(
             device_bytes=job.device_bytes,
             reserved_bytes=total_bytes(margin(job.margin, facts), before_tensors=True) if job.kind == "gpu" else 0,
@@ -226,8 +221,7 @@ class Rank:
             cache_bytes,
             self._price,
             tokens_per_second=job.rollout_tokens_per_second,
-            max_running=int(rollout.vllm.args.get("max_num_seqs", MAX_NUM_SEQS)),
-            samples_per_prompt=rollout.num_samples_per_prompt,
+            max_running=max_sequences(rollout),
         )
         self._rollouts.append(rollout_row)
         self.meter.spend("rollout", rollout_row.slowest, 0.0)

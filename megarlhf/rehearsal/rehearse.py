@@ -183,9 +183,13 @@ class _Rehearsal:
         )
 
     def _rank(self, kind: Kind, record: RankRecord) -> RankResult:
+        margins = [self._margin(record, phase) for phase in record.memory]
+        needs = [
+            phase.peak + sum(item.nbytes for item in items) for phase, items in zip(record.memory, margins, strict=True)
+        ]
         # The time between phases begins with the memory that the phase before it has left.
-        peak = max(record.memory, key=lambda phase: (phase.peak, phase.phase not in (BETWEEN, "offload")))
-        items = self._margin(record, peak)
+        most = max(range(len(needs)), key=lambda n: (needs[n], record.memory[n].phase not in (BETWEEN, "offload")))
+        peak, items = record.memory[most], margins[most]
         points = sorted((point for phase in record.memory for point in phase.curve), key=lambda point: point[0])
         begins = [(begin, phase.step, phase.phase) for phase in record.memory for begin in phase.begins]
         return RankResult(
@@ -197,7 +201,7 @@ class _Rehearsal:
             peak=peak.peak,
             peak_at=(peak.step, peak.phase),
             margin=items,
-            need=peak.peak + sum(item.nbytes for item in items),
+            need=needs[most],
             curve=points,
             phases_at=sorted(begins, key=lambda begin: begin[0]),
             messages=[MessageRow(**line._asdict(), count=count, nbytes=n) for line, count, n in record.messages],
@@ -209,16 +213,17 @@ class _Rehearsal:
             cache_bytes=record.cache_bytes,
         )
 
-    def _margin(self, record: RankRecord, peak: PhaseMemory) -> list[MarginRow]:
+    def _margin(self, record: RankRecord, phase: PhaseMemory) -> list[MarginRow]:
+        """Margin of a rank in one phase. Between phases torch's allocator gives back what it keeps for reuse."""
         if self.request.hardware.kind != "gpu":
             return []
         # Only one role's kernels run at a time: those of the trained role that needs most count.
         facts = max(
-            (self._facts(record, peak, role) for role in self._trained(record)),
+            (self._facts(record, phase, role) for role in self._trained(record)),
             key=lambda facts: total_bytes(margin(self.request.margin, facts)),
         )
         # vLLM's memory beside weights and cache stays allocated while others work.
-        items = [*margin(self.request.margin, facts), *engine_items(self.request.margin, facts)]
+        items = [*margin(self.request.margin, facts), *engine_items(self.request.margin, self._engine_tp)]
         return [
             MarginRow(name=item.name, nbytes=item.nbytes, scaling=item.scaling, source=item.source) for item in items
         ]
@@ -227,19 +232,23 @@ class _Rehearsal:
         names = [name for name in self.layouts if f"train/{name}" in record.loads]
         return names or [self.main]
 
-    def _facts(self, record: RankRecord, peak: PhaseMemory, role: str) -> Facts:
-        section = self.cfg.roles()[role]
-        has_engine = isinstance(self.cfg, RLConfig) and engine_of(self.cfg.rollout).has_own_weights
+    def _facts(self, record: RankRecord, phase: PhaseMemory, role: str) -> Facts:
+        section, trains = self.cfg.roles()[role], phase.phase == f"train/{role}"
         return facts_of(
             record.reached,
             record.memberships,
-            peak,
+            phase,
             architecture_from_hf(section.model.hf_directory()),
             tp=self.layouts[role].tp,
-            tokens=max((load.longest for load in record.loads.get(f"train/{role}", ())), default=0),
+            tokens=max((load.longest for load in record.loads.get(phase.phase, ())), default=0) if trains else 0,
             layers=self.request.layers,
-            engine_tp=self.cfg.rollout.tp(self.cfg.roles()[self.main]) if has_engine else 0,
         )
+
+    @property
+    def _engine_tp(self) -> int:
+        """Tensor-parallel size of an engine; 0 where there is none."""
+        has_engine = isinstance(self.cfg, RLConfig) and engine_of(self.cfg.rollout).has_own_weights
+        return self.cfg.rollout.tp(self.cfg.actor) if has_engine else 0
 
     def _reshard(self) -> Reshard | None:
         request, cfg = self.request, self.cfg
@@ -268,6 +277,8 @@ class _Rehearsal:
         notes = ["Weights have no numbers: no checkpoint is read."]
         if isinstance(self.cfg, RLConfig):
             notes += self._notes_of_lengths(self.cfg.rollout.max_response_tokens)
+            if self.cfg.rollout.is_stale:
+                notes.append("The rollout of step 1 is longer: it also begins the samples of later steps.")
             if not engine_of(self.cfg.rollout).has_own_weights:
                 notes.append("The engine megatron generates nothing: its time and memory are not included.")
         if request.hardware.kind == "gpu":
@@ -336,7 +347,11 @@ def _resume_point(record: RankRecord) -> ResumePointRow | None:
         return None
     _, peak = max((phase.step, phase.peak) for phase in record.memory if phase.phase == "checkpoint")
     return ResumePointRow(
-        nbytes=written.nbytes, files=len(written.bytes_by_role), peak=peak, host_bytes=written.host_bytes
+        nbytes=written.nbytes,
+        files=len(written.bytes_by_role),
+        tables=written.tables,
+        peak=peak,
+        host_bytes=written.host_bytes,
     )
 
 

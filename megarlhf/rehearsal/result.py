@@ -74,6 +74,9 @@ class ResumePointRow:
     nbytes: int
     files: int
     """Files with tensors. A role without anything to write has none."""
+    tables: int
+    """Responses that are being drawn in slices, and a step's state: rank 0 writes them, and every rank holds them in
+    host memory."""
     peak: int
     """Device memory in the phase in which training waits."""
     host_bytes: int
@@ -91,10 +94,11 @@ class RankResult:
     why: str
     memory: list[PhaseRow]
     peak: int
-    """Bytes of tensors, over all steps."""
+    """Bytes of tensors in the phase that needs most."""
     peak_at: tuple[int, str]
-    """(step, phase)"""
+    """(step, phase) that needs most."""
     margin: list[MarginRow]
+    """Margin of that phase."""
     need: int
     """`peak` and margin together."""
     curve: list[tuple[float, dict[str, int]]]
@@ -173,6 +177,11 @@ class RolloutRow:
     """Largest number of sequences at once on one engine; 0 where a speed was stated."""
     observed: int = 0
     """Tokens of an environment's answers that engines computed between two turns."""
+    computed: int = 0
+    """Tokens of prompts that engines computed, with what earlier weights drew of responses in slices."""
+    waited: float = 0.0
+    """Seconds in which a sequence waits for room in the cache, on the engine where they are most; 0 where a speed was
+    stated."""
 
 
 @dataclass(frozen=True, kw_only=True)

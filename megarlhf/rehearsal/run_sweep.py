@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megarlhf.config import dump_config
+from megarlhf.config import RLConfig, dump_config
 from megarlhf.observe.report.html_page import check_replaceable, write_whole
 from megarlhf.observe.terminal.progress import table
 from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
@@ -19,7 +19,8 @@ from megarlhf.rehearsal.processes import OnProgress, RankFailed
 from megarlhf.rehearsal.rehearse import rehearse
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import Result
-from megarlhf.rehearsal.sweep import Axis, Sweep, Variant, best_first, least_bytes, variants
+from megarlhf.rehearsal.steady_round import round_seconds
+from megarlhf.rehearsal.sweep import Axis, Sweep, Variant, best_first, least_bytes, trainer_of, variants
 from megarlhf.rollout.engines import engine_of
 
 GIB = 2**30
@@ -32,6 +33,9 @@ def run_sweep(
     show_progress: Callable[[], AbstractContextManager[OnProgress]],
 ) -> Sweep:
     """Every combination of values: refused, too large by its parameters alone, or rehearsed.
+
+    Of combinations that differ in the engine alone, those with the fastest rollout are rehearsed first, and after one
+    that runs the others are left out as slower.
 
     Raises: ValueError for an unknown key, and where no combination can run, before anything is rehearsed.
     """
@@ -52,7 +56,11 @@ def run_sweep(
             f"--sweep: none of {len(sweep.illegal)} combinations can run; the first, {' '.join(overrides)}: {why}"
         )
     done = []
-    for number, (variant, request) in enumerate(candidates, 1):
+    quickest_of: dict[str, Variant] = {}
+    for number, (seconds, trainer, variant, request) in enumerate(_fastest_rollout_first(candidates, sweep), 1):
+        if trainer in quickest_of:
+            sweep.slower.append((variant.overrides, seconds))
+            continue
         with show_progress() as on_progress:
             print(f"{number} of {len(candidates)}: {' '.join(variant.overrides)}", flush=True)
             try:
@@ -61,8 +69,28 @@ def run_sweep(
                 sweep.illegal.append((variant.overrides, str(error)))
             except RankFailed as error:
                 sweep.failed.append((variant.overrides, str(error)))
+            else:
+                if done[-1][1].runs and seconds:
+                    quickest_of[trainer] = variant
     sweep.done = best_first(done)
     return sweep
+
+
+def _fastest_rollout_first(
+    candidates: Sequence[tuple[Variant, Request]], sweep: Sweep
+) -> list[tuple[float, str, Variant, Request]]:
+    """(seconds of the rollout, text of the trainer's part, variant, request), fastest first; 0 seconds and their own
+    order where no engine is rehearsed. Engines that cannot start are put among the illegal."""
+    estimated = []
+    for variant, request in candidates:
+        if not (isinstance(request.cfg, RLConfig) and engine_of(request.cfg.rollout).has_own_weights):
+            estimated.append((0.0, "", variant, request))
+            continue
+        try:
+            estimated.append((round_seconds(request), trainer_of(request.cfg), variant, request))
+        except ValueError as error:
+            sweep.illegal.append((variant.overrides, str(error)))
+    return sorted(estimated, key=lambda each: each[0])
 
 
 def _check(request: Request) -> None:
@@ -105,6 +133,14 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
         console.print(
             f"{len(sweep.too_large)} left out, whose parameters alone are larger than the device, such as "
             f"{' '.join(sweep.too_large[0][0])} with {sweep.too_large[0][1] / GIB:.1f} GiB",
+            highlight=False,
+            markup=False,
+        )
+    if sweep.slower:
+        overrides, seconds = sweep.slower[0]
+        console.print(
+            f"{len(sweep.slower)} left out, which differ in the engine alone from one that runs and is faster, such as "
+            f"{' '.join(overrides)} with a rollout of {seconds:.1f} s",
             highlight=False,
             markup=False,
         )
@@ -166,6 +202,7 @@ def write_sweep(sweep: Sweep, out: Path) -> list[Path]:
             for variant, result in sweep.done
         ],
         "too_large": [{"overrides": list(overrides), "bytes": nbytes} for overrides, nbytes in sweep.too_large],
+        "slower": [{"overrides": list(overrides), "rollout s": seconds} for overrides, seconds in sweep.slower],
         "illegal": [{"overrides": list(overrides), "why": why} for overrides, why in sweep.illegal],
         "failed": [{"overrides": list(overrides), "why": why} for overrides, why in sweep.failed],
     }

@@ -46,6 +46,8 @@ class Sweep:
     """(overrides, why)"""
     too_large: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     """(overrides, bytes of parameters, gradients and optimizer on the fullest rank)"""
+    slower: list[tuple[tuple[str, ...], float]] = field(default_factory=list)
+    """(overrides, seconds of the rollout): they differ from one that runs in the engine alone, and are slower."""
     failed: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """(overrides, the program's error)"""
 
@@ -178,6 +180,12 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
         stays += 0.0 if sleeps else weights
         turns.append(weights if sleeps else 0.0)
     return int(stays + max(turns))
+
+
+def trainer_of(cfg: Any) -> str:
+    """A configuration without what only the engine reads. The training of two with equal texts takes equally long."""
+    rollout = cfg.rollout.model_copy(update={"slices": 1, "parallel": None, "vllm": None, "balance": None})
+    return str(cfg.model_copy(update={"rollout": rollout}))
 
 
 def best_first(done: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:

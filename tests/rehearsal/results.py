@@ -159,7 +159,7 @@ def rank_of(rank, number, points=40):
         groups_created=212,
         memberships=23,
         host_peak=3 * GIB,
-        resume_point=ResumePointRow(nbytes=14 * GIB, files=2, peak=30 * GIB, host_bytes=14 * GIB),
+        resume_point=ResumePointRow(nbytes=14 * GIB, files=2, tables=123_400_000, peak=30 * GIB, host_bytes=14 * GIB),
         offloaded=30 * GIB,
         cache_bytes=int(22.5 * GIB),
     )
@@ -206,7 +206,9 @@ def a_result(points=40):
         times=[step_time(1), step_time(2)],
         rollouts=[
             RolloutRow(slowest=210.0, fastest=171.5, tokens=1_741_824, most_running=128),
-            RolloutRow(slowest=204.0, fastest=166.0, tokens=1_702_111, most_running=128),
+            RolloutRow(
+                slowest=204.0, fastest=166.0, tokens=1_702_111, most_running=128, computed=2_345_678, waited=12.5
+            ),
         ],
         reshard=Reshard(
             received_min=15_100_000_000, received_mean=15_900_000_000.0, received_max=16_700_000_000,

@@ -39,9 +39,9 @@ class ATokenASecond:
 
 def test_a_stated_speed() -> None:
     """40, 20 and no tokens at 5 a second."""
-    options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
+    options = {"tokens_per_second": 5.0, "max_running": 8}
     found, _ = estimate(ENGINES, SHAPE, 99, ATokenASecond(), **options)
-    assert found == RolloutRow(slowest=8.0, fastest=0.0, tokens=60, most_running=0)
+    assert found == RolloutRow(slowest=8.0, fastest=0.0, tokens=60, most_running=0, computed=12)
 
 
 def test_a_stated_speed_with_a_queue() -> None:
@@ -49,24 +49,22 @@ def test_a_stated_speed_with_a_queue() -> None:
     the third (15), the third (30), the second (26), the second (30)."""
     queue = [Sequences([4], [15]), Sequences([4], [15]), Sequences([4, 4], [3, 3]), Sequences([4], [4])]
     work = RolloutWork(ENGINES.engines, queue, most=2)
-    options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
+    options = {"tokens_per_second": 5.0, "max_running": 8}
     found, owners = estimate(work, SHAPE, 99, ATokenASecond(), **options)
     assert owners == [2, 2, 1, 1]
-    assert found == RolloutRow(slowest=8.0, fastest=6.0, tokens=100, most_running=0)
+    assert found == RolloutRow(slowest=8.0, fastest=6.0, tokens=100, most_running=0, computed=32)
 
 
 def test_by_the_roofline() -> None:
     """Every engine is asked for, with what bounds it."""
     price = ATokenASecond()
-    found, _ = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8, samples_per_prompt=2)
-    assert found == RolloutRow(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
-    assert price.asked == [(ENGINES, 99, {"max_running": 8, "samples_per_prompt": 2})]
+    found, _ = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8)
+    assert found == RolloutRow(slowest=30.0, fastest=0.0, tokens=60, most_running=2, computed=12)
+    assert price.asked == [(ENGINES, 99, {"max_running": 8})]
 
 
 def test_no_engine() -> None:
-    found, _ = estimate(
-        RolloutWork([]), SHAPE, 1, ATokenASecond(), tokens_per_second=1.0, max_running=1, samples_per_prompt=1
-    )
+    found, _ = estimate(RolloutWork([]), SHAPE, 1, ATokenASecond(), tokens_per_second=1.0, max_running=1)
     assert found == RolloutRow(slowest=0.0, fastest=0.0, tokens=0, most_running=0)
 
 

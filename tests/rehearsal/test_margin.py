@@ -23,7 +23,7 @@ from megarlhf.rehearsal.timeline.messages import Reached
 MIB = 2**20
 LLAMA_3_70B = Facts(
     memberships=40, groups=4, near_peers=0, far_groups=1, passing_bytes=20 * 2**30, tokens=8192, heads=8, kv_heads=1,
-    head_dim=128, hidden=8192, layer_norm=False, layers="te", engine_tp=8,
+    head_dim=128, hidden=8192, layer_norm=False, layers="te",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_a_rank_of_70b_by_hand():
 
 
 def test_each_item_says_how_it_scales_and_where_it_is_from():
-    for item in [*margin(MarginConfig(), LLAMA_3_70B), *engine_items(MarginConfig(), LLAMA_3_70B)]:
+    for item in [*margin(MarginConfig(), LLAMA_3_70B), *engine_items(MarginConfig(), 8)]:
         assert item.source
         assert item.scaling
     assert by_name(LLAMA_3_70B)["NCCL: collectives"].scaling == "4 groups x 24 channels x 2 algorithms x 12 MiB"
@@ -105,9 +105,9 @@ def test_buckets_of_tokens():
 def test_what_vllm_takes_from_its_own_share():
     """Graphs; under tensor parallelism two communicators and the buffers of its own all-reduce."""
     cfg = MarginConfig()
-    assert [item.nbytes for item in engine_items(cfg, LLAMA_3_70B)] == [1024 * MIB, (2 * 576 + 24) * MIB]
-    assert [item.nbytes for item in engine_items(cfg, changed(engine_tp=1))] == [1024 * MIB]
-    assert engine_items(cfg, changed(engine_tp=0)) == []
+    assert [item.nbytes for item in engine_items(cfg, 8)] == [1024 * MIB, (2 * 576 + 24) * MIB]
+    assert [item.nbytes for item in engine_items(cfg, 1)] == [1024 * MIB]
+    assert engine_items(cfg, 0) == []
 
 
 def test_facts_of_a_rank():

@@ -213,8 +213,8 @@ SHAPE = EngineShape(
 
 def decode(prompts: Sequence[int], responses: Sequence[int], cache_bytes: int, **options: Any) -> RolloutTime:
     """One engine."""
-    shape = options.pop("shape", SHAPE)
-    (time,), _ = pricing().decode_seconds(shape, RolloutWork([Sequences(prompts, responses)]), cache_bytes, **options)
+    shape, work = options.pop("shape", SHAPE), Sequences(prompts, responses, computed=options.pop("computed", ()))
+    (time,), _ = pricing().decode_seconds(shape, RolloutWork([work]), cache_bytes, **options)
     return time
 
 
@@ -238,7 +238,7 @@ def test_as_many_run_at_once_as_the_cache_holds():
 
 
 def test_the_longest_response_decides_and_prompts_of_a_group_are_computed_once():
-    time = decode([5, 5, 5, 5], [2, 2, 2, 100], 1_000_000, samples_per_prompt=4)
+    time = decode([5, 5, 5, 5], [2, 2, 2, 100], 1_000_000, computed=[5, 0, 0, 0])
     assert time.steps == 100
     assert 4 * time.prefill == pytest.approx(decode([5] * 4, [2] * 4, 1_000_000).prefill)
 
@@ -262,7 +262,26 @@ def test_an_engine_pulls_to_a_fair_share_at_once_and_not_beyond():
     assert [(time.steps, time.most_running) for time in times] == [(10, 2), (10, 2)]
     work = RolloutWork([Sequences([], [])], [Sequences([5] * 4, [5] * 4)], most=4)
     shared = pricing().decode_seconds(SHAPE, work, 1_000_000)
-    assert shared == ([decode([5] * 4, [5] * 4, 1_000_000, samples_per_prompt=4)], [0])
+    assert shared == ([decode([5] * 4, [5] * 4, 1_000_000)], [0])
+
+
+def test_what_earlier_weights_drew_is_computed_behind_what_the_cache_has():
+    """Two responses to a prompt of 100 tokens go on after 300 more: 400 tokens, and 300 behind 100 others."""
+    time = decode([400, 400], [5, 5], 1_000_000, computed=[400, 300])
+    alone, behind = (decode([400], [5], 1_000_000, computed=[tokens]).prefill for tokens in (400, 300))
+    assert time.prefill == pytest.approx(alone + behind)
+    assert 300 / 400 < behind / alone < 1, "attention also reads the 100"
+
+
+def test_the_time_in_which_sequences_wait_for_the_cache():
+    """Two sequences of 10 and 15 tokens run, and a third waits until the first has ended, after 5 of 10 steps; then it
+    runs beside the second. With room for all, and where only the batch is full, nothing waits for the cache."""
+    few = decode([5] * 3, [5, 10, 5], 25_000)
+    first = decode([5] * 2, [5, 5], 25_000)
+    assert few.steps == 10
+    assert few.waited == pytest.approx(first.decode + first.overhead, rel=1e-6)
+    assert decode([5] * 3, [5, 10, 5], 40_000).waited == 0
+    assert decode([5] * 3, [5, 10, 5], 40_000, max_running=2).waited == 0
 
 
 def test_two_ranks_of_an_engine_add_up_twice_in_a_layer():

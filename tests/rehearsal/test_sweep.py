@@ -13,9 +13,11 @@ import pytest
 
 from megarlhf.commands.rehearse import main
 from megarlhf.config import RLConfig, SFTConfig, load_config
+from megarlhf.rehearsal.fakes.lengths import Constant
 from megarlhf.rehearsal.processes import RankFailed
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import Result
+from megarlhf.rehearsal.steady_round import round_seconds
 from megarlhf.rehearsal.sweep import Axis, Variant, best_first, least_bytes, parse_axes
 from tests.refuses import missing_names, refuses
 from tests.rehearsal.jobs import DENSE, MODELS, job_tree, records_of, request_of, run_command, write_job, write_model
@@ -97,6 +99,60 @@ def test_a_variant_that_fails_or_is_refused_ends_no_sweep(tmp_path, monkeypatch)
     assert [each["why"] for each in said["failed"]] == ["planted"]
     assert [each["why"] for each in said["illegal"]] == ["refused"]
     assert len(said["done"]) == 2
+
+
+def swept_engines(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> tuple[list[Any], dict[str, Any]]:
+    """(number of slices, share and stages of each rehearsed variant, what is written) of a sweep over engines."""
+    asked: list[Any] = []
+
+    def rehearse(request: Request, told: Any) -> Result:
+        rollout = request.cfg.rollout
+        asked.append((rollout.slices, rollout.vllm.gpu_memory_utilization, request.cfg.actor.parallel.pp))
+        return answer(request)
+
+    monkeypatch.setattr("megarlhf.rehearsal.run_sweep.rehearse", rehearse)
+    tree = job_tree("rl", folder) | {"rollout": {"num_samples_per_prompt": 2, "max_response_tokens": 64}}
+    axes = ("rollout.slices=1,2,4", "rollout.vllm.gpu_memory_utilization=0.1,0.2,0.001", "actor.parallel.pp=1,2")
+    lengths = ("--response-lengths", "constant:60", "--gpu-memory-gib", "20")
+    file = write_job("rl", folder, tree)
+    assert (
+        main(["rl", "-c", str(file), "-o", str(folder / "out"), "--world-size", "4", *lengths, "--sweep", *axes]) == 0
+    )
+    return asked, json.loads((folder / "out" / "sweep.json").read_text())
+
+
+def test_of_engines_the_fastest_is_rehearsed(tmp_path, monkeypatch, capsys) -> None:
+    """Four slices wait least. Both shares hold all responses, so the first is taken; the third share has no room. One
+    rehearsal is enough for each layout of the trainer."""
+    asked, said = swept_engines(tmp_path, monkeypatch, lambda request: a_result(1))
+    assert asked == [(4, 0.1, 1), (4, 0.1, 2)]
+    assert len(said["slower"]) == 2 * 5
+    assert {each["overrides"][1] for each in said["illegal"]} == {"rollout.vllm.gpu_memory_utilization=0.001"}
+    seconds = {each["overrides"][0]: each["rollout s"] for each in said["slower"]}
+    assert seconds["rollout.slices=4"] < seconds["rollout.slices=2"] < seconds["rollout.slices=1"]
+    assert "10 left out, which differ in the engine alone" in capsys.readouterr().out
+
+
+def test_the_next_engine_is_rehearsed_where_the_fastest_does_not_fit(tmp_path, monkeypatch) -> None:
+    def answer(request: Request) -> Result:
+        fits = request.cfg.rollout.slices == 2
+        return a_result(1) if fits else too_small(a_result(1), 10)
+
+    asked, said = swept_engines(tmp_path, monkeypatch, answer)
+    assert [slices for slices, _, stages in asked if stages == 1] == [4, 4, 2]
+    assert len(said["slower"]) == 2 * 3
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_round_without_a_rehearsal_takes_as_long(slices, tmp_path) -> None:
+    """The same samples, dealt to one engine, at the same version of the weights."""
+    tree = job_tree("rl", tmp_path)
+    tree["rollout"] |= {"slices": slices, "vllm": {"gpu_memory_utilization": 0.02}}
+    del tree["reward_model"]["parallel"]
+    tree["train"]["num_steps"] = 9
+    request = request_of("rl", tree, tmp_path, world_size=1, steps=slices, prompt_lengths=Constant(20))
+    (record,) = records_of(request, tmp_path / "standing_in", 0)
+    assert round_seconds(request) == pytest.approx(record.rollouts[-1].slowest, rel=1e-9)
 
 
 def test_the_order() -> None:

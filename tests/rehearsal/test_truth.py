@@ -33,6 +33,9 @@ CASES = (
     Case(command="sft", parallel={"cp": 2}, world_size=2, packed=True),
     Case(command="rl", dtype="bf16", recompute="full", offload={"parameters": True, "optimizer": "stream"}),
     Case(command="rl", advantage="group_relative", parallel={"tp": 2}, world_size=2, engine_tp=2, dtype="bf16", lora=8),
+    Case(
+        command="rl", advantage="group_relative", parallel={"tp": 2}, world_size=2, engine_tp=1, packed=True, slices=3
+    ),
 )
 
 
@@ -54,7 +57,7 @@ def small(case: Case) -> Case:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_peaks_and_messages_are_those_of_real_ranks(case, ranks, tmp_path) -> None:
-    """Each phase of two steps on each rank: the peak within 2%, every message with its bytes."""
+    """Each phase of each step on each rank: the peak within 2%, every message with its bytes."""
     job = job_of(small(case), tmp_path)
     real, told = (ranks.run(case.world_size, each, job) for each in (real_rank, rehearsed))
     found = compare(case.name, real, told)

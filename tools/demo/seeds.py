@@ -124,7 +124,8 @@ def run_seed(root: Path, seed: int, variants: Mapping[str, tuple[str, tuple[str,
             "validation": evaluations(root / name)[-1]["eval_accuracy"],
             "kl": rows[-1]["kl_k3"],
             "steps": rows[-1]["step"],
-            "rollout_logprob_gap_max": max(row["rollout_logprob_gap_max"] for row in rows),
+            # A step whose samples earlier ones have drawn whole has no gap.
+            "rollout_logprob_gap_max": max(row.get("rollout_logprob_gap_max", 0.0) for row in rows),
         }
     return found
 

@@ -27,6 +27,7 @@ from tools.demo_chat.pipeline import GRPO, MODELS, SEEDS, SFT, Overrides, Runner
 from tools.demo_chat.rehearsed import rehearsed
 from tools.demo_chat.result_file import about, added, earlier, settings
 from tools.demo_chat.run import evaluate_all, rows_of, run, start, train
+from tools.demo_chat.sliced import SLICED, sliced
 from tools.pretrained import directory
 
 RESULTS = Path("benchmarks/results/demo_chat.json")
@@ -54,11 +55,12 @@ FIRST_STEP: Mapping[str, Sequence[str]] = {
 """What is compared of the first step, by stage."""
 SHORT = ("train.num_steps=2", "eval.every=0")
 SMALL_STEP = ("train.prompts_per_step=4", "rollout.num_samples_per_prompt=8", "train.mini_batch_samples=32")
-PARTS = ("seeds", "layouts", "killed", "rehearsed")
+PARTS = ("seeds", "layouts", "killed", "rehearsed", "slices")
 RUNS: Mapping[str, tuple[str, ...]] = {
     "layouts": ("layouts-",),
     "killed": ("killed", "undisturbed"),
     "rehearsed": ("profiled-",),
+    "slices": tuple(prefix + name for prefix in ("", "test-") for name in SLICED),
 }
 """How the names of a part's runs begin; those of `seeds` are all others."""
 
@@ -91,8 +93,13 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
         if "seeds" in options.parts:
             found["seeds"] = {str(seed): of_seed(runner) for seed, runner in runners.items()}
             found["about"] |= {f"seed {seed}": about(runner.commits(is_of_seed)) for seed, runner in runners.items()}
+        if "slices" in options.parts:
+            found["slices"] = sliced(runners)
+            commits = [commit for each in runners.values() for commit in each.commits(partial(is_of, RUNS["slices"]))]
+            found["about"]["slices"] = about(list(dict.fromkeys(commits)))
         first = next(iter(runners.values()))
-        train(first)
+        if set(options.parts) & {"layouts", "killed", "rehearsed"}:
+            train(first)
         for name, part in (("layouts", layouts), ("killed", killed), ("rehearsed", rehearsed)):
             if name in options.parts:
                 found[name] = part(first)

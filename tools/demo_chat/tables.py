@@ -7,11 +7,13 @@ python -m tools.demo_chat.tables --page    writes them into the page
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.page import UNKNOWN, Places, Tree, by_commit, fill, load_result, print_or_write, table
 from tools.demo_chat.figures import COMPARED, SHARES
+from tools.demo_chat.sliced import IN_SLICES, WHOLE
 from tools.demo_chat.tasks import CHECKS
 
 MODULE = "tools.demo_chat.tables"
@@ -43,6 +45,7 @@ def places_of(result: Tree) -> Places:
         "layouts": of_layouts(layouts),
         "killed": [of_killed(result.get("killed"))],
         "rehearsed": of_rehearsed(result.get("rehearsed", {})),
+        "slices": of_slices(result.get("slices")),
     }
 
 
@@ -138,6 +141,21 @@ def of_rehearsed(found: Mapping[str, Any]) -> list[str]:
                     rows.append([stage, f"{name}, {unit}", f"{predicted / scale:.2f}", f"{measured / scale:.2f}", off])
     head = ["stage", "figure", "rehearsed", "measured", "off by"]
     return table(head, rows or [[UNKNOWN] * len(head)])
+
+
+def of_slices(found: Mapping[str, Any] | None) -> list[str]:
+    """A row a figure: whole, in slices, the difference with its 90% interval, and the seeds' differences."""
+    head = ["after as many steps", "whole", "in slices", "difference, points", "90% interval", "seeds"]
+    if found is None:
+        return table(head, [[UNKNOWN] * len(head)])
+    rows = []
+    for words, each in found["differences"].items():
+        means = [fmean(seed[name][words] for seed in found["seeds"].values()) for name in (WHOLE, IN_SLICES)]
+        numbers = [f"{100 * each[key]:+.1f}" for key in ("value", "low", "high")]
+        seeds = ", ".join(f"{100 * value:+.1f}" for value in each["seeds"])
+        rows.append([words, *(f"{mean:.1%}" for mean in means), numbers[0], f"{numbers[1]} to {numbers[2]}", seeds])
+    kl = [fmean(seed[name]["kl"] for seed in found["seeds"].values()) for name in (WHOLE, IN_SLICES)]
+    return table(head, [*rows, ["KL to SFT, nats a token", *(f"{value:.3f}" for value in kl), "", "", ""]])
 
 
 def percent(share: float) -> str:

@@ -7,7 +7,8 @@ parts, twice in each layer. The prompt of a sequence is computed when it is admi
 - A sequence is admitted, in the given order, when the cache has room for its prompt and its whole response. Nothing is
   preempted. (vLLM admits sooner, and may have to preempt.)
 - Between two admissions or ends every step takes as long as the one in the middle.
-- Prompts of one group of samples are computed once (prefix caching), at the first of them.
+- Prompts of one group of samples are computed once (prefix caching), at the first of them. What earlier weights drew
+  of a response, where it is drawn in slices, is computed when its next slice is admitted.
 - A conversation with an environment keeps its place: the answer comes at once, its tokens are computed while the others
   wait, and the cache still holds all that was before them.
 """
@@ -18,7 +19,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megarlhf.rehearsal.timeline.trace import Operation
 
@@ -61,18 +62,24 @@ class Sequences:
     """Sequences to generate: tokens of each prompt, and sampled tokens after it."""
 
     prompts: Sequence[int]
+    """With what earlier weights drew of the response."""
     responses: Sequence[int]
     conversations: Sequence[StretchLengths] = ()
     """Stretches of each sequence; empty where each is one response."""
+    computed: Sequence[int] = ()
+    """Last tokens of each prompt that have to be computed, since the cache does not have them; empty: all tokens."""
 
     @classmethod
-    def of_stretches(cls, prompts: Sequence[int], stretches: Sequence[StretchLengths]) -> Sequences:
+    def of_stretches(
+        cls, prompts: Sequence[int], stretches: Sequence[StretchLengths], computed: Sequence[int] = ()
+    ) -> Sequences:
         """Sequences of which some may have several stretches."""
         talks = any(len(each) > 1 for each in stretches)
-        return cls(prompts, [sum(each[::2]) for each in stretches], stretches if talks else ())
+        return cls(prompts, [sum(each[::2]) for each in stretches], stretches if talks else (), computed)
 
-    def pairs(self) -> Iterator[tuple[int, StretchLengths]]:
-        return zip(self.prompts, self.conversations or [(tokens,) for tokens in self.responses], strict=True)
+    def __iter__(self) -> Iterator[Waiting]:
+        stretches = self.conversations or [(tokens,) for tokens in self.responses]
+        return map(Waiting, self.prompts, stretches, self.computed or self.prompts)
 
     @property
     def num_observed(self) -> int:
@@ -80,12 +87,26 @@ class Sequences:
         return sum(sum(each[1::2]) for each in self.conversations)
 
 
+class Waiting(NamedTuple):
+    """A sequence that an engine will admit."""
+
+    prompt: int
+    stretches: StretchLengths
+    computed: int
+    """Last tokens of the prompt that have to be computed."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and all stretches."""
+        return self.prompt + sum(self.stretches)
+
+
 @dataclass(frozen=True)
 class RolloutWork:
     """Sequences for all engines of the job."""
 
     engines: Sequence[Sequences]
-    """Sequences with which each engine begins; a prompt's samples are neighbours."""
+    """Sequences with which each engine begins."""
     queue: Sequence[Sequences] = ()
     """Pieces of one prompt each. An engine that has room takes the next one (`rollout/prompt_queue.py`)."""
     most: int = 0
@@ -104,6 +125,8 @@ class RolloutTime:
     steps: int
     most_running: int
     """Largest number of sequences at once."""
+    waited: float = 0.0
+    """Part of the seconds in which a sequence waits for room in the cache."""
 
     @property
     def seconds(self) -> float:
@@ -118,7 +141,6 @@ def decode_seconds(
     *,
     step_overhead: float = 0.0,
     max_running: int = 1024,
-    samples_per_prompt: int = 1,
 ) -> tuple[list[RolloutTime], list[int]]:
     """Times of several engines until each has its responses, and the engine that takes each piece of the queue: of
     those with room, the one that is behind.
@@ -127,8 +149,7 @@ def decode_seconds(
     Raises: ValueError for a sequence that does not fit the cache alone.
     """
     capacity = cache_bytes // shape.cache_bytes_per_token
-    pairs = (pair for sequences in (*work.engines, *work.queue) for pair in sequences.pairs())
-    longest = max((prompt + sum(stretches) for prompt, stretches in pairs), default=0)
+    longest = max((each.length for piece in (*work.engines, *work.queue) for each in piece), default=0)
     if longest > capacity:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit the cache of {capacity} tokens ({cache_bytes} bytes, "
@@ -136,7 +157,7 @@ def decode_seconds(
         )
     runs = [_EngineRun(price, shape, capacity, max_running, step_overhead) for _ in work.engines]
     for run, sequences in zip(runs, work.engines, strict=True):
-        run.add(sequences, samples_per_prompt)
+        run.waiting.extend(sequences)
     waiting, owners = deque(work.queue), list[int]()
     clock = [(run.seconds, engine) for engine, run in enumerate(runs)]
     while clock:
@@ -147,7 +168,7 @@ def decode_seconds(
         has_room = not run.waiting and unfinished < max_running
         if waiting and has_room and (not unfinished or unfinished + len(waiting[0].responses) <= work.most):
             piece = waiting.popleft()
-            run.add(piece, len(piece.responses))
+            run.waiting.extend(piece)
             owners.append(engine)
         elif run.ends:
             run.to_next_end()
@@ -189,15 +210,14 @@ class _EngineRun:
         self, price: DevicePrice, shape: EngineShape, capacity: int, max_running: int, step_overhead: float
     ) -> None:
         self.price, self.shape, self.max_running, self.step_overhead = price, shape, max_running, step_overhead
-        self.waiting: deque[tuple[int, StretchLengths, bool]] = deque()
-        """(prompt, stretches after it, whether the prompt has to be computed)"""
+        self.waiting: deque[Waiting] = deque()
         self.free = capacity
         self.now = 0
         self.cached = 0
         """Tokens in the cache now."""
         self.ends: list[tuple[int, int, StretchLengths]] = []
         """End of each sampled stretch: (step, tokens of the sequence by then, stretches that follow), a heap."""
-        self.prefill = self.decode = 0.0
+        self.prefill = self.decode = self.waited = 0.0
         self.most_running = 0
 
     @property
@@ -205,28 +225,26 @@ class _EngineRun:
         return self.prefill + self.decode + self.now * self.step_overhead
 
     def time(self) -> RolloutTime:
-        return RolloutTime(self.prefill, self.decode, self.now * self.step_overhead, self.now, self.most_running)
+        overhead = self.now * self.step_overhead
+        return RolloutTime(self.prefill, self.decode, overhead, self.now, self.most_running, self.waited)
 
-    def add(self, work: Sequences, samples_per_prompt: int) -> None:
-        for n, (prompt, stretches) in enumerate(work.pairs()):
-            self.waiting.append((prompt, stretches, n % samples_per_prompt == 0))
+    @property
+    def waits_for_cache(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].length > self.free
 
     def admit_waiting(self) -> None:
         """Admit sequences in their order, as long as there is room."""
-        while self.waiting:
-            prompt, stretches, computes_prompt = self.waiting[0]
-            if prompt + sum(stretches) > self.free or len(self.ends) >= self.max_running:
-                return
-            self.waiting.popleft()
-            self.admit(prompt, stretches, computes_prompt=computes_prompt)
+        while self.waiting and not self.waits_for_cache and len(self.ends) < self.max_running:
+            self.admit(self.waiting.popleft())
 
-    def admit(self, prompt: int, stretches: StretchLengths, *, computes_prompt: bool) -> None:
-        self.free -= prompt + sum(stretches)
+    def admit(self, sequence: Waiting) -> None:
+        prompt, (first, *following), computed = sequence
+        self.free -= sequence.length
         self.cached += prompt
-        heapq.heappush(self.ends, (self.now + stretches[0], prompt + stretches[0], stretches[1:]))
+        heapq.heappush(self.ends, (self.now + first, prompt + first, tuple(following)))
         self.most_running = max(self.most_running, len(self.ends))
-        if computes_prompt:
-            self.prefill += prefill_seconds(self.price, self.shape, prompt)
+        if computed:
+            self.prefill += prefill_seconds(self.price, self.shape, computed, before=prompt - computed)
 
     def to_next_end(self) -> None:
         """Run steps until the next sampled stretch is complete. What is observed then is computed at once."""
@@ -234,7 +252,9 @@ class _EngineRun:
         steps, running = end - self.now, len(self.ends) + 1
         if steps:
             middle = self.cached + running * (steps + 1) / 2
-            self.decode += steps * decode_step_seconds(self.price, self.shape, running, middle)
+            seconds = steps * decode_step_seconds(self.price, self.shape, running, middle)
+            self.decode += seconds
+            self.waited += (seconds + steps * self.step_overhead) * self.waits_for_cache
         self.now = end
         self.cached += steps * running
         if not following:

@@ -7,17 +7,27 @@ from typing import Protocol
 import torch
 
 from megarlhf.architectures.architecture import Architecture
+from megarlhf.config import RolloutConfig
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, RolloutWork
 from megarlhf.rehearsal.result import RolloutRow
+
+MAX_NUM_SEQS = 1024
+"""Sequences that vLLM runs at once unless `rollout.vllm.args` sets it: its default on a GPU of 70 GiB or more
+(vllm/engine/arg_utils.py)."""
 
 
 class DecodePrice(Protocol):
     """Prices of rollouts: `pricing.Pricing`."""
 
     def decode_seconds(
-        self, shape: EngineShape, work: RolloutWork, cache_bytes: int, *, max_running: int, samples_per_prompt: int
+        self, shape: EngineShape, work: RolloutWork, cache_bytes: int, *, max_running: int
     ) -> tuple[list[RolloutTime], list[int]]: ...
+
+
+def max_sequences(rollout: RolloutConfig) -> int:
+    """Sequences that an engine runs at once."""
+    return int(rollout.vllm.args.get("max_num_seqs", MAX_NUM_SEQS))
 
 
 def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, weight_bytes: int) -> EngineShape:
@@ -45,7 +55,6 @@ def estimate(
     *,
     tokens_per_second: float | None,
     max_running: int,
-    samples_per_prompt: int,
 ) -> tuple[RolloutRow, list[int]]:
     """Time of the slowest and the fastest engine, and the engine that takes each piece of the queue.
 
@@ -53,12 +62,11 @@ def estimate(
     """
     if tokens_per_second is not None:
         tokens, owners = stated_tokens(work)
-        seconds, most_running = [count / tokens_per_second for count in tokens], 0
+        seconds, most_running, waited = [count / tokens_per_second for count in tokens], 0, 0.0
     else:
-        times, owners = price.decode_seconds(
-            shape, work, cache_bytes, max_running=max_running, samples_per_prompt=samples_per_prompt
-        )
+        times, owners = price.decode_seconds(shape, work, cache_bytes, max_running=max_running)
         seconds, most_running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
+        waited = max((time.waited for time in times), default=0.0)
     pieces = (*work.engines, *work.queue)
     rollout = RolloutRow(
         slowest=max(seconds, default=0.0),
@@ -66,6 +74,8 @@ def estimate(
         tokens=sum(sum(piece.responses) for piece in pieces),
         most_running=most_running,
         observed=sum(piece.num_observed for piece in pieces),
+        computed=sum(each.computed for piece in pieces for each in piece),
+        waited=waited,
     )
     return rollout, owners
 

@@ -106,7 +106,7 @@ class Facts:
     passing_bytes: int
     """Memory that comes and goes, at the peak."""
     tokens: int
-    """Tokens of the longest micro-batch that is trained."""
+    """Tokens of the longest micro-batch; 0 in a phase that trains nothing."""
     heads: int
     kv_heads: int
     """Key-value heads of this rank, in the role that is trained."""
@@ -115,8 +115,6 @@ class Facts:
     layer_norm: bool
     """Whether norms have a bias."""
     layers: Layers
-    engine_tp: int = 0
-    """Tensor-parallel size of vLLM; 0 where this rank has no engine."""
 
 
 @dataclass(frozen=True)
@@ -135,21 +133,20 @@ class Item:
 def facts_of(
     reached: Reached,
     memberships: int,
-    peak: PhaseMemory,
+    phase: PhaseMemory,
     arch: Architecture,
     *,
     tp: int,
     tokens: int,
     layers: Layers,
-    engine_tp: int = 0,
 ) -> Facts:
-    """Facts of a rank while one role is trained."""
+    """Facts of a rank in a phase."""
     return Facts(
         memberships=memberships,
         groups=reached.groups,
         near_peers=reached.near_peers,
         far_groups=reached.far_groups,
-        passing_bytes=sum(nbytes for kind, nbytes in peak.by_kind.items() if kind not in STAYS),
+        passing_bytes=sum(nbytes for kind, nbytes in phase.by_kind.items() if kind not in STAYS),
         tokens=tokens,
         heads=arch.num_heads // tp,
         kv_heads=max(1, arch.num_kv_heads // tp),
@@ -157,12 +154,11 @@ def facts_of(
         hidden=arch.hidden_size,
         layer_norm=arch.norm == "layer",
         layers=layers,
-        engine_tp=engine_tp,
     )
 
 
 def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
-    """All items beside the tensors of a rank at its peak, without vLLM's own (`engine_items`)."""
+    """All items beside the tensors of a rank in a phase, without vLLM's own (`engine_items`)."""
     return [
         Item("CUDA context", _mib(cfg.context_mib), "a process", "pytorch/pytorch#109888", before_tensors=True),
         *_nccl(cfg.nccl, facts),
@@ -172,8 +168,7 @@ def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
             f"{cfg.streams:g} streams x {cfg.cublas_mib:g} MiB",
             "aten/src/ATen/cuda/CublasHandlePool.cpp",
         ),
-        _attention(facts),
-        *_norms(cfg, facts),
+        *([_attention(facts), *_norms(cfg, facts)] if facts.tokens else []),
         Item("temporaries inside other kernels", _mib(cfg.kernels_mib), "a device", "assumed"),
         Item(
             "fragmentation",
@@ -184,13 +179,16 @@ def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
     ]
 
 
-def engine_items(cfg: MarginConfig, facts: Facts) -> list[Item]:
-    """Items that vLLM takes from its own share of the device, beside weights, activations and cache."""
-    if not facts.engine_tp:
+def engine_items(cfg: MarginConfig, engine_tp: int) -> list[Item]:
+    """Items that vLLM takes from its own share of the device, beside weights, activations and cache.
+
+    engine_tp: its tensor-parallel size; 0: the rank has no engine
+    """
+    if not engine_tp:
         return []
     vllm = cfg.vllm
     items = [Item("CUDA graphs", _mib(vllm.graphs_mib), "an engine", "assumed; vllm/v1/worker/gpu_worker.py")]
-    if facts.engine_tp > 1:
+    if engine_tp > 1:
         communicator = _communicator_mib(cfg.nccl)
         formula = f"{vllm.communicators:g} communicators x {communicator:g} MiB + {vllm.all_reduce_mib:g} MiB"
         nbytes = _mib(vllm.communicators * communicator + vllm.all_reduce_mib)

@@ -143,7 +143,6 @@ class Pricing:
         cache_bytes: int,
         *,
         max_running: int = 1024,
-        samples_per_prompt: int = 1,
     ) -> tuple[list[RolloutTime], list[int]]:
         """Times of engines, and the engine of each piece of their queue: `decoding.decode_seconds`."""
         return decode_seconds(
@@ -153,7 +152,6 @@ class Pricing:
             cache_bytes,
             step_overhead=self.hardware.engine_step.value,
             max_running=max_running,
-            samples_per_prompt=samples_per_prompt,
         )
 
 

@@ -36,9 +36,12 @@ class Known:
         """Storages whose values are known."""
 
     def twin(self, tensor: Tensor) -> Tensor | None:
-        """Values of a tensor; a real tensor is its own twin; None where they are unknown."""
+        """Values of a tensor; a real tensor is its own twin; None where they are unknown. Of no elements they are
+        known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         twin: Tensor | None = getattr(tensor, "_twin", None)
         return twin if twin is not None and storage_key(tensor) in self._storages else None
 

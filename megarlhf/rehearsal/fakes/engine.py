@@ -22,11 +22,11 @@ from megarlhf.config import RolloutConfig
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Sequences
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork
 from megarlhf.rehearsal.cost_model.engine_time import shape_of
+from megarlhf.rehearsal.fakes.deal import deal
 from megarlhf.rehearsal.fakes.drawn_samples import ConversationLengths, SampleDraws, drawn_stretches
 from megarlhf.rehearsal.fakes.lengths import Lengths
-from megarlhf.rollout.balance import assign, chunk_by_length
 from megarlhf.rollout.engine import gather_indexed
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.rollout.requests import RequestSource
@@ -193,14 +193,7 @@ class RehearsedEngine(VllmEngine):
         talks = conversations is not None
         index = self._draws.index(seeds, given, sampling, self._version, with_environment=talks)
         drawn = [drawn_stretches(entry, part) for entry, part in zip(index, given, strict=True)]
-        pieces = chunk_by_length(prompts, given, range(len(prompts)), world // tp, self._seen)
-        assignment = assign(self._rollout.balance, pieces, world // tp)
-
-        def sequences(rows: Sequence[int]) -> Sequences:
-            return Sequences.of_stretches([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
-
-        first, queue = map(sequences, assignment.first), map(sequences, assignment.queue)
-        work = RolloutWork([*first], [*queue], assignment.max_unfinished)
+        work, assignment = deal(prompts, given, drawn, self._rollout.balance, world // tp, self._seen)
         shares = [list(rows) for rows in assignment.first]
         for rows, engine in zip(assignment.queue, self._estimate(work, self._shape, self._cache_bytes), strict=True):
             shares[engine] += rows

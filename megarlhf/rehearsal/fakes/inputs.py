@@ -30,6 +30,7 @@ from megarlhf.data.sources.find import is_there
 from megarlhf.own_code.load import is_path
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
 from megarlhf.rollout.environments.answer import Answer, Turn
+from megarlhf.rollout.slices import SliceRule
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -254,6 +255,8 @@ def _data(
     longest = cfg.data.max_prompt_tokens
     prompts = prompts or Constant(max(1, longest // 2))
     per_step = cfg.prompts_drawn if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
+    if isinstance(cfg, RLConfig):
+        steps += SliceRule.of(cfg.rollout).lag  # the last step begins samples of those after it
     file = directory / "data.jsonl"
     lengths = [f"prompts: {prompts.describe()}, at most {longest}"]
     most = None if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens

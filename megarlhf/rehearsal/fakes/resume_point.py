@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megarlhf.rehearsal.fake_device.torch_patches import without_modes
+from megarlhf.resume.points.checkpointer import bytes_of
 from megarlhf.resume.points.file_digest import FileDigest
 from megarlhf.resume.points.point import Point
+from megarlhf.resume.points.restore import RANDOM
 from megarlhf.resume.points.writer import Content, PointWriter, WriteOutcome, own_items
 from megarlhf.runtime import Runtime
 
@@ -27,6 +29,9 @@ class PointSizes:
     """Bytes of each role's file, with the header of each tensor. A role of which the rank has nothing is left out."""
     tensors_by_role: dict[str, int]
     """Tensors in each role's file."""
+    tables: int
+    """Bytes of tensors in files that only rank 0 writes: responses that are being drawn in slices, and a step's state.
+    Every rank holds them in host memory."""
     host_bytes: int
     """Copy in host memory from which the point is written; 0 where the device is the host."""
 
@@ -38,8 +43,8 @@ class PointSizes:
 class RehearsedWriter(PointWriter):
     """Writer without a separate process: what is written is complete when its state is requested.
 
-    Not counted are the files that only rank 0 writes (metadata, tokenizers, states of a few kilobytes), and the
-    messages by which it learns the plans of all.
+    Not counted are metadata, tokenizers and states of a few kilobytes, which only rank 0 writes, and the messages by
+    which it learns the plans of all.
     """
 
     def __init__(self, runtime: Runtime, copied: Callable[[int], None], written: Callable[[PointSizes], None]) -> None:
@@ -48,10 +53,10 @@ class RehearsedWriter(PointWriter):
         self._copied, self._written = copied, written
         self._under_way: PointSizes | None = None
 
-    def to_first(self, value: Any) -> list[Any] | None:
-        """Every rank is taken to hand in the same as this one. No message is counted: it would be as long as the
-        longest of all ranks, which no rank knows alone."""
-        return [value] * self._runtime.world_size if self._runtime.is_main else None
+    def to_first(self, value: Any) -> list[Any]:
+        """Every rank is taken to hand in the same as this one, and makes what rank 0 writes, so that any can tell its
+        size. No message is counted: it would be as long as the longest of all ranks, which no rank knows alone."""
+        return [value] * self._runtime.world_size
 
     @property
     def busy(self) -> bool:
@@ -73,7 +78,8 @@ class RehearsedWriter(PointWriter):
                 on_host += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if on_host:
             self._copied(on_host)
-        self._under_way = PointSizes(sizes, numbers, on_host)
+        tables = sum(bytes_of(file) for name, file in content.files.items() if name != RANDOM)
+        self._under_way = PointSizes(sizes, numbers, tables, on_host)
         self._written(self._under_way)
 
     def poll(self, *, wait: bool = False) -> WriteOutcome | None:

@@ -23,6 +23,7 @@ from megarlhf.rehearsal.report.sentences import (
     size,
     stages,
     verdict,
+    waits_for_cache,
 )
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
 
@@ -44,6 +45,8 @@ def print_result(result: Result, console: Console) -> None:
         console.print(Text(sentence))
     _print_ranks(result, console)
     _print_times(result, console)
+    for sentence in waits_for_cache(result):
+        console.print(Text(sentence))
     _print_messages(rank, console)
     _print_list(console, "What stood in for what", result.notes, "")
     if result.assumptions:

@@ -35,6 +35,7 @@ from megarlhf.rehearsal.report.sentences import (
     size,
     stages,
     verdict,
+    waits_for_cache,
 )
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
 
@@ -64,6 +65,8 @@ ROLLOUT_FIGURES = (
     ("rollout, fastest engine, seconds", "fastest"),
     ("tokens of all responses", "tokens"),
     ("sequences at once on one engine, most", "most_running"),
+    ("tokens of prompts, and of responses that go on", "computed"),
+    ("waiting for room in an engine's cache, seconds", "waited"),
 )
 
 
@@ -144,7 +147,18 @@ def _environment(folder: Path) -> Environment:
         _start_peak_end,
         _step_groups,
     )
-    functions += (bytes_by_carrier, end_steps, format_duration, gib, kinds, moment, peak_row, percent, quantity)
+    functions += (
+        bytes_by_carrier,
+        end_steps,
+        waits_for_cache,
+        format_duration,
+        gib,
+        kinds,
+        moment,
+        peak_row,
+        percent,
+        quantity,
+    )
     functions += (rank_name, resume_point, size, stages, verdict)
     by_name = {function.__name__.lstrip("_"): function for function in functions}
     environment.filters |= by_name

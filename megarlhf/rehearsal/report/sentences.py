@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarlhf.observe.terminal.progress import format_number
 from megarlhf.rehearsal.result import RankResult, Result
 
 GIB = 2**30
@@ -96,6 +97,16 @@ def verdict(result: Result) -> list[str]:
     return sentences
 
 
+def waits_for_cache(result: Result) -> list[str]:
+    """Sentence about responses that wait for room in the last step, if any do."""
+    if not result.rollouts or not result.rollouts[-1].waited:
+        return []
+    last = result.rollouts[-1]
+    share = f"{format_number(last.waited)} of {format_number(last.slowest)} s"
+    hint = "a larger rollout.vllm.gpu_memory_utilization or another rollout.parallel.tp may help"
+    return [f"Responses wait for room in an engine's cache during {share}: {hint}."]
+
+
 def resume_point(result: Result) -> list[str]:
     """Bytes of a resume point and memory while it is written; nothing where none was written."""
     rows = [(rank, rank.resume_point) for rank in result.ranks if rank.resume_point is not None]
@@ -105,7 +116,8 @@ def resume_point(result: Result) -> list[str]:
     holder, highest = max(rows, key=lambda row: row[1].peak)
     copy = f", from a copy of {gib(most.host_bytes)} GiB in host memory" if most.host_bytes else ""
     files = quantity(most.files, "file")
+    tables = f" Rank 0 also writes {size(most.tables)} of responses that are under way." if most.tables else ""
     return [
-        f"A resume point: rank {writer.rank} writes most, {gib(most.nbytes)} GiB in {files}{copy}.",
+        f"A resume point: rank {writer.rank} writes most, {gib(most.nbytes)} GiB in {files}{copy}.{tables}",
         f"When it begins, the device of rank {holder.rank} holds {gib(highest.peak)} GiB.",
     ]
