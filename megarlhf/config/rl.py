@@ -107,6 +107,11 @@ class RLConfig(FrozenModel):
         return read or "ref_logprobs" in self.algo.traits.reads
 
     @property
+    def prompts_drawn(self) -> int:
+        """Prompts that a step draws from at first: those it trains on and the surplus of dynamic sampling."""
+        return self.train.prompts_per_step + self.algo.dynamic_sampling.surplus
+
+    @property
     def updates_per_step(self) -> int:
         """Updates of the actor in a step, if none is skipped."""
         samples = self.train.prompts_per_step * self.rollout.num_samples_per_prompt
@@ -268,7 +273,7 @@ class RLConfig(FrozenModel):
         if self.train.sampler is None:
             return
         others = {
-            "algo.dynamic_sampling": self.algo.dynamic_sampling.max_refills > 0,
+            "algo.dynamic_sampling": self.algo.dynamic_sampling.is_on,
             "data.train with weights": any(source.weight is not None for source in self.data.train),
         }
         for other, is_set in others.items():
@@ -290,7 +295,7 @@ class RLConfig(FrozenModel):
                 "prompt, which is alone in its group: its normalised reward would always be 0. Choose another "
                 "advantage or normalise"
             )
-        if self.algo.dynamic_sampling.max_refills:
+        if self.algo.dynamic_sampling.is_on:
             comparing.append("algo.dynamic_sampling")
         if comparing and samples < 2:
             raise ValueError(

@@ -90,6 +90,7 @@ DRAWS = (
     "rollout.stop_token_ids",
     "train.prompts_per_step",
     "train.sampler",
+    "algo.dynamic_sampling.surplus",
     "run.seed",
 )
 """Keys that decide how the responses of a step of rl are drawn. They cannot change while some are drawn in slices."""
@@ -266,7 +267,8 @@ class RolloutConfig(FrozenModel):
         if max_refills:
             raise ValueError(
                 f"algo.dynamic_sampling.max_refills = {max_refills} with {given}: a refill would need the weights of "
-                "earlier steps, which are gone; set it to 0, or draw responses whole"
+                "earlier steps, which are gone; set it to 0 and algo.dynamic_sampling.surplus to the number of prompts "
+                "that each step draws beside its own, or draw responses whole"
             )
 
     def changed_of_slices(self) -> list[str]:

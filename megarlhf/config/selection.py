@@ -18,9 +18,12 @@ class DynamicSamplingConfig(FrozenModel):
     """
 
     max_refills: Annotated[int, Field(ge=0)] = 0
-    """Further rounds of prompts in a step, each with as many prompts as are missing; 0: no dynamic sampling. After the
-    last round dropped groups fill the gap, so that every step has the same number of samples. verl's
-    max_num_gen_batches counts the first round too."""
+    """Further rounds of prompts in a step, each with as many prompts as are missing; 0: none. After the last round
+    dropped groups fill the gap, so that every step has the same number of samples. verl's max_num_gen_batches counts
+    the first round too."""
+    surplus: Annotated[int, Field(ge=0)] = 0
+    """Prompts drawn in each step beside its own; the first groups with signal are trained on. Also with
+    `rollout.slices`."""
     reward_range: tuple[float, float] | None = None
     """Also drop groups whose mean reward is not strictly between these two (OpenRLHF's
     dynamic_filtering_reward_range)."""
@@ -32,9 +35,16 @@ class DynamicSamplingConfig(FrozenModel):
         low, high = self.reward_range
         if not low < high:
             raise ValueError(f"reward_range = [{low}, {high}] holds no reward; give the lower one first")
-        if not self.max_refills:
-            raise ValueError("reward_range has no effect with max_refills = 0; set max_refills to 1 or more")
+        if not self.is_on:
+            raise ValueError(
+                "reward_range has no effect with max_refills = 0 and surplus = 0; set one of them to 1 or more"
+            )
         return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a step may draw more prompts than it trains on."""
+        return self.max_refills > 0 or self.surplus > 0
 
 
 class OverlongConfig(FrozenModel):

@@ -36,6 +36,17 @@ def with_counted_steps(cfg: ConfigT, num_records: int, records_per_step: int) ->
     return counted
 
 
+def require_prompts(cfg: RLConfig, num_prompts: int) -> None:
+    """Raises: ValueError for steps that draw from more different prompts than there are."""
+    if (surplus := cfg.algo.dynamic_sampling.surplus) and cfg.prompts_drawn > num_prompts:
+        own = cfg.train.prompts_per_step
+        raise ValueError(
+            f"train.prompts_per_step + algo.dynamic_sampling.surplus = {own} + {surplus}: a step draws from "
+            f"{cfg.prompts_drawn} different prompts, and data.train has {num_prompts}; lower one of them, or give more "
+            "data"
+        )
+
+
 def passes_note(num_steps: int, records_per_step: int, num_records: int) -> str:
     """Sentence on how often a run sees each record."""
     passes = num_steps * records_per_step / num_records
@@ -136,11 +147,17 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
         "train.mini_batch_samples",
         "change train.mini_batch_samples",
     )
+    surplus = cfg.algo.dynamic_sampling.surplus
+    further = [
+        BatchNumber("further prompts drawn per step (algo.dynamic_sampling.surplus)", surplus),
+        BatchNumber("samples drawn per step, over all ranks", cfg.prompts_drawn * rollout.num_samples_per_prompt),
+    ]
     numbers = [
         _num_steps("rollout-and-train steps of the run", train),
         BatchNumber("prompts per step, over all ranks", train.prompts_per_step),
         BatchNumber("samples per prompt", rollout.num_samples_per_prompt),
         BatchNumber("samples (sequences) per step, over all ranks", samples),
+        *(further if surplus else ()),
         BatchNumber("passes over the samples of a step", train.epochs_per_step),
         BatchNumber("samples per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         BatchNumber("optimizer steps per rollout-and-train step", mini_batches * train.epochs_per_step),
@@ -158,7 +175,7 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
     if remainder:
         raise ValueError(f"{world_size} ranks do not divide into engines of rollout.parallel.tp = {tp} ranks")
     numbers.append(BatchNumber(f"rollout engines of {tp} rank(s)", engines))
-    numbers.append(BatchNumber("prompts per rollout engine and step, at most", -(-train.prompts_per_step // engines)))
+    numbers.append(BatchNumber("prompts per rollout engine and step, at most", -(-cfg.prompts_drawn // engines)))
     return numbers
 
 

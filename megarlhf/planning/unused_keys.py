@@ -62,7 +62,7 @@ def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: boo
 def rarely_meant(cfg: RLConfig) -> list[str]:
     """A sentence for each combination of keys that works and is rarely wanted."""
     algo, notes = cfg.algo, []
-    if algo.dynamic_sampling.max_refills and not algo.traits.compares_groups:
+    if algo.dynamic_sampling.is_on and not algo.traits.compares_groups:
         notes.append(
             "algo.dynamic_sampling drops groups of equal rewards, from which algo.advantage = "
             f"{algo.advantage} would learn: it compares no responses within a group"

@@ -29,6 +29,7 @@ from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor, Hooks
 from megarlhf.rehearsal.fakes.batches import RankLoad, recorded_batches
 from megarlhf.rehearsal.fakes.engine import EngineBudget, GivenResponses, RehearsedEngine, forward_bytes
 from megarlhf.rehearsal.fakes.host_memory import RehearsedHost
+from megarlhf.rehearsal.fakes.inputs import every_group
 from megarlhf.rehearsal.fakes.phases import BETWEEN, Steps, StopRehearsal
 from megarlhf.rehearsal.fakes.resume_point import PointSizes, RehearsedWriter
 from megarlhf.rehearsal.fakes.weights import UninitializedWeights
@@ -156,7 +157,14 @@ class Rank:
             self.meter.spend("offload", self._price.offload_seconds(nbytes), 0.0)
 
         weights = UninitializedWeights(self._prepare)
-        return RunFactories(phases=self.steps.phases, weights=weights, engine=self._engine, host=host, writer=writer)
+        return RunFactories(
+            phases=self.steps.phases,
+            weights=weights,
+            engine=self._engine,
+            host=host,
+            writer=writer,
+            groups_with_signal=every_group,
+        )
 
     def _engine(
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
@@ -200,7 +208,7 @@ class Rank:
     def _set_num_samples(self, num_samples: int | None) -> None:
         """Set the number of samples that are rewarded next; None: those of a step."""
         cfg: Any = self.job.cfg
-        of_step = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+        of_step = cfg.prompts_drawn * cfg.rollout.num_samples_per_prompt
         self._num_samples = of_step if num_samples is None else num_samples
 
     def _estimate(self, work: RolloutWork, shape: EngineShape, cache_bytes: int) -> Sequence[int]:

@@ -79,8 +79,8 @@ def _rows(request: Request) -> Iterator[tuple[Tensor, ResponsePart, StretchLengt
     prompt_lengths = request.prompt_lengths or Constant(max(1, cfg.data.max_prompt_tokens // 2))
     version = rule.lag
     for step in rule.steps(version, version + rule.lag + 1):
-        for n in range(cfg.train.prompts_per_step * per_prompt):
-            number = step * cfg.train.prompts_per_step + n // per_prompt
+        for n in range(cfg.prompts_drawn * per_prompt):
+            number = step * cfg.prompts_drawn + n // per_prompt
             seed, so_far, over = sample_seed(cfg.run.seed, step, n), 0, False
             for at in range(version + 1):
                 until = rule.until(step, at)

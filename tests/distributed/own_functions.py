@@ -9,6 +9,8 @@ import torch
 import megarlhf
 from megarlhf.algo.kl import KL_ESTIMATORS
 from megarlhf.algo.policy import RATIOS, SURROGATES
+from megarlhf.data.samples.order import ShuffledBatches
+from megarlhf.rollout.responses import sample_seed
 
 gae = megarlhf.ADVANTAGES["gae"]
 group_relative = megarlhf.ADVANTAGES["group_relative"]
@@ -134,6 +136,13 @@ def flows_for_few(logprobs_T, log_ratio_T, advantages_T, bounds):
 
 def first_ones(prompts, step, count, seed):
     return [(step * count + n) % len(prompts) for n in range(count)]
+
+
+def four_and_three_others(prompts, step, count, seed):
+    """As a run chooses them that has 4 prompts in a step and a surplus of 3."""
+    own = ShuffledBatches(len(prompts), 4, seed).indices(step)
+    others = [n for n in range(len(prompts)) if n not in own]
+    return own + random.Random(sample_seed(seed, step, -1)).sample(others, 3)
 
 
 def of_this_rank(prompts, step, count, seed):

@@ -90,13 +90,15 @@ def test_two_engines_and_one_of_two_ranks_draw_the_same(tp, tolerance, alone, vl
 
 
 def test_slices_of_unchanged_weights_are_the_whole_conversations(vllm_ranks, one_layer, data, tmp_path) -> None:
-    """Tokens, observations and columns. Each token is drawn by the version of its position, observations counted."""
+    """Tokens, observations and columns. Each token is drawn by the version of its position, observations counted. Two
+    prompts more are drawn than are trained on."""
     cfg, slices = conversations(one_layer, data), 3
-    cfg["actor"]["optim"] = SAME_WEIGHTS
+    cfg["actor"]["optim"], cfg["algo"]["dynamic_sampling"] = SAME_WEIGHTS, {"surplus": 2}
     cfg["train"]["num_steps"] = 3
     whole = run(vllm_ranks, 1, cfg, tmp_path / "whole")
     sliced = run(vllm_ranks, 1, cfg, tmp_path / "sliced", f"rollout.slices={slices}")
     assert_equal(whole, sliced)
+    assert all(row["tokens_unused"] > 0 for row in sliced[1][1:])
     size, spans = -(-20 // slices), set()
     for step, found in enumerate(sliced[0]):
         columns = found["columns"]
@@ -289,7 +291,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"actor": {"parallel": {"cp": 2}}}),
     "lora, correction": (1, {"actor": {"lora": LORA}, "algo": {"rollout_correction": {"kind": "mask"}}}),
     "an adapter of the engine's": (1, {"actor": {"lora": LORA}, "rollout": {"lora": "adapter"}}),
-    "dynamic sampling, packed": (1, {"algo": {"dynamic_sampling": {"max_refills": 1}}, "train": PACKED}),
+    "dynamic sampling, packed": (1, {"algo": {"dynamic_sampling": {"max_refills": 1, "surplus": 1}}, "train": PACKED}),
 }  # fmt: skip
 
 

@@ -275,7 +275,11 @@ def test_the_probe_finds_faults_and_not_the_age_of_weights(fault, vllm_ranks, on
     [
         ("rollout.slices=7", ("rollout.slices = 7", "rollout.max_response_tokens = 6")),
         ("algo.rollout_correction.kind=none", ("algo.rollout_correction.kind = none", "rollout.slices = 3", "auto")),
-        ("algo.dynamic_sampling.max_refills=1", ("algo.dynamic_sampling.max_refills = 1", "rollout.slices = 3")),
+        (
+            "algo.dynamic_sampling.max_refills=1",
+            ("max_refills = 1", "rollout.slices = 3", "algo.dynamic_sampling.surplus"),
+        ),
+        ("algo.dynamic_sampling.surplus=61", ("= 4 + 61", "65 different prompts", "has 64")),
         ("rollout.steps_ahead=2", ("rollout.steps_ahead", "0 or 1")),
     ],
 )

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from megarlhf.config import DPOConfig, RMConfig, SFTConfig, config_of, dump_config
 from megarlhf.config.load import dump_changed
-from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, with_counted_steps
+from megarlhf.planning.batch import BatchNumber, require_prompts, rl_batch_numbers, schedule_notes, with_counted_steps
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import TRAIN, rl, role, sft
 from tests.refuses import missing_names, refuses
@@ -77,6 +77,21 @@ def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
         BatchNumber("prompts per rollout engine and step, at most", 3),
     ]
     assert preflight("rl", cfg, 4).numbers == tuple(rl_batch_numbers(cfg, 4))
+
+
+def test_a_surplus_of_dynamic_sampling_is_counted_where_it_is_drawn(paths):
+    """6 + 3 prompts x 4 samples = 36 are drawn, 24 are trained on; two engines draw from 5 prompts or fewer."""
+    plain, surplus = (rl(paths, algo={"dynamic_sampling": {"surplus": number}}) for number in (0, 3))
+    without, numbers = (rl_batch_numbers(cfg, 2) for cfg in (plain, surplus))
+    assert [number for number in numbers if number not in without] == [
+        BatchNumber("further prompts drawn per step (algo.dynamic_sampling.surplus)", 3),
+        BatchNumber("samples drawn per step, over all ranks", 36),
+        BatchNumber("prompts per rollout engine and step, at most", 5),
+    ]
+    assert BatchNumber("samples (sequences) per step, over all ranks", 24) in numbers
+    require_prompts(surplus, 9)
+    with refuses("train.prompts_per_step + algo.dynamic_sampling.surplus = 6 + 3", "9 different", "has 8"):
+        require_prompts(surplus, 8)
 
 
 def test_a_warm_up_longer_than_the_run_is_refused(paths):

@@ -24,6 +24,26 @@ def test_rewards_of_a_model(way, tmp_path) -> None:
     assert {(2, "train/actor"), (2, "train/critic")} <= phases
 
 
+@pytest.mark.parametrize("way", [{"surplus": 3}, {"max_refills": 2}])
+def test_dynamic_sampling(way, tmp_path) -> None:
+    """Two ranks, two slices with a surplus: the scores of 14 samples, of which the first 8 are trained on. Which groups
+    have signal is nothing that a rank can know: all choose the same."""
+    tree = job_tree("rl", tmp_path)
+    tree["reward_model"]["parallel"], tree["algo"] = {}, {"advantage": "group_relative", "dynamic_sampling": way}
+    tree["rollout"] |= {"slices": 2 if "surplus" in way else 1}
+    tree["rewards"] += [{"kind": "rule", "rule": "exact_match"}]
+    options = ("--steps", "1", "--world-size", "2", "--workers", "1")
+    options += ("--prompt-lengths", "constant:9", "--response-lengths", "constant:20")
+    done = run_command("rl", write_job("rl", tmp_path, tree), tmp_path / "out", *options)
+    assert (done.status, done.json()["faults"]) == (0, [])
+    drawn = 2 * 14 * 20 if "surplus" in way else 8 * 20  # with slices those of the next step too
+    assert [row["tokens"] for row in done.json()["rollouts"]] == [drawn]
+    for step in done.json()["times"]:
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(8 * (9 + 20))
+    (note,) = (note for note in done.json()["notes"] if "Dynamic sampling" in note)
+    assert f"of {7 if 'surplus' in way else 4} prompts" in note
+
+
 def test_steps_of_the_critic_alone_are_left_out(tmp_path) -> None:
     """They need less memory and time than those after them, of which the rehearsal is to speak."""
     whole = {}

@@ -158,6 +158,26 @@ def test_a_step_in_progress_is_completed_only_with_its_own_mini_batches() -> Non
     assert not missing_names(reason, "inside a step", "train.epochs_per_step")
 
 
+def test_responses_that_were_begun_are_finished_as_they_were_begun() -> None:
+    """A point of a version without the key has surplus 0. Where nothing is in flight a surplus may change, and
+    a number of slices may not."""
+    before = loaded("rl").model_dump(mode="json")
+    del before["algo"]["dynamic_sampling"]["surplus"], before["rollout"]["slices"]
+
+    def otherwise(*overrides: str, files: tuple[str, ...] = ("state/slices.pt",)) -> list[str]:
+        config = loaded("rl", "rollout.num_samples_per_prompt=2", *overrides).model_dump(mode="json")
+        identity = Identity("rl", "", {}, config, {}, {}, {}, {}, lambda config: [], allow_changes=True)
+        before["rollout"]["num_samples_per_prompt"] = 2
+        return identity.draws_otherwise({"config": before, "files": files, "data": ""})
+
+    surplus = "algo.dynamic_sampling.surplus"
+    assert otherwise() == otherwise(f"{surplus}=2", files=()) == []
+    (reason,) = otherwise(f"{surplus}=2")
+    assert not missing_names(reason, f"{surplus} 0 -> 2", "begun")
+    (reason,) = otherwise("rollout.slices=3", files=())
+    assert not missing_names(reason, "rollout.slices 1 -> 3")
+
+
 def test_another_rule_of_the_best_is_no_matter_of_rounding() -> None:
     """It computes nothing else, and takes another checkpoint."""
     both = ["data.validation=h", "eval.every=1"]

@@ -14,6 +14,7 @@ from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience
 from megarlhf.trainers.experience.reward_outputs import RewardOutput
 from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, groups_with_signal, select
+from megarlhf.trainers.rl.rollout import other_numbers
 from tests.tables import make_rollouts, ragged
 
 NAN = math.nan
@@ -97,13 +98,64 @@ def test_dropped_groups_are_replaced_by_those_of_other_prompts():
     assert rollouts.finished_N.tolist() == [True, False] * 3
     assert rollouts.versions.versions.values_T.unique().tolist() == [3]
     assert chosen.rewards[0].values_N.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
-    assert metrics == {"groups_drawn": 6, "groups_dropped": 3, "groups_filled_up": 0, "sampling_rounds": 3}
+    assert metrics == {
+        "groups_drawn": 6, "groups_dropped": 3, "groups_filled_up": 0, "groups_unused": 0, "tokens_unused": 6,
+        "sampling_rounds": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rewards, chosen, counts",
+    [
+        ([0, 1, 0, 0, 1, 0, 0, 1], [0, 2], (1, 0, 1, 4)),  # the second own group is replaced, the last is not needed
+        ([0, 0, 1, 1, 0, 0, 0, 1], [0, 3], (3, 1, 0, 4)),  # one has signal; the first without fills up, in order
+        ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1], (4, 2, 0, 4)),
+        ([0, 1, 1, 0, 1, 0, 0, 1], [0, 1], (0, 0, 2, 4)),
+        ([0, 4, 1, 0, 0, 1, 2, 3], [1, 2], (2, 0, 0, 4)),  # means of 2 and 2.5 are outside of the range
+    ],
+)
+def test_of_a_surplus_the_first_groups_with_signal_are_chosen(rewards, chosen, counts):
+    """Two own prompts, two beside them, a range of mean rewards. `counts`: dropped, filled up, unused and tokens."""
+    cfg = DynamicSamplingConfig(surplus=2, reward_range=(-1.0, 2.0))
+    kept, metrics = select(drawn([float(reward) for reward in rewards]), None, PLAIN, cfg)
+    assert [prompt.index for prompt in kept.prompts] == chosen
+    assert kept.experience.rollouts.responses.values_T.tolist() == [100 * n + k for n in chosen for k in range(2)]
+    assert kept.rewards[0].values_N.tolist() == [rewards[2 * n + k] for n in chosen for k in range(2)]
+    names = ("groups_dropped", "groups_filled_up", "groups_unused", "tokens_unused")
+    assert tuple(metrics[name] for name in names) == counts
+    assert (metrics["groups_drawn"], metrics["sampling_rounds"]) == (4, 1)
+
+
+def test_refills_follow_where_the_surplus_is_not_enough():
+    """Of one own group and two beside it none has signal: one is missing, and others than those three are drawn."""
+    asked = []
+
+    def draw_more(number, missing, used):
+        asked.append((number, missing, [prompt.index for prompt in used]))
+        return drawn([0.0, 1.0], first_prompt=3)
+
+    cfg = DynamicSamplingConfig(surplus=2, max_refills=2)
+    kept, metrics = select(drawn([1.0, 1.0, 0.0, 0.0, 2.0, 2.0]), draw_more, PLAIN, cfg)
+    assert asked == [(1, 1, [0, 1, 2])]
+    assert [prompt.index for prompt in kept.prompts] == [3]
+    assert metrics["groups_dropped"] == 3
+
+
+def test_prompts_beside_a_step_s_own_follow_from_the_seed():
+    """None twice, none of the step's own, all that are left where more are asked for."""
+    chosen = other_numbers(10, 4, [2, 5, 2], seed=7)
+    assert chosen == other_numbers(10, 4, [5, 2], seed=7) != other_numbers(10, 4, [5, 2], seed=8)
+    assert len(set(chosen) - {2, 5}) == 4
+    assert sorted(other_numbers(10, 99, [2, 5], seed=7)) == [0, 1, 3, 4, 6, 7, 8, 9]
 
 
 def test_nothing_is_drawn_where_every_group_is_of_use():
     chosen, metrics = select(drawn([0.0, 1.0]), None, PLAIN, ON)
     assert chosen.rewards[0].values_N.tolist() == [0.0, 1.0]
-    assert metrics == {"groups_drawn": 1, "groups_dropped": 0, "groups_filled_up": 0, "sampling_rounds": 1}
+    assert metrics == {
+        "groups_drawn": 1, "groups_dropped": 0, "groups_filled_up": 0, "groups_unused": 0, "tokens_unused": 0,
+        "sampling_rounds": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [drawn([0.0, 0.0, 1.0, 1.0], first_prompt=3), None])

@@ -101,7 +101,8 @@ class Rewards:
 
 def baselines(given, step=4, **algo):
     sampling = Sampling(greedy=False, max_tokens=4, temperature=1.0, end_ids=(0,))
-    run = SimpleNamespace(engine=Engine(), sampling=sampling, rewarder=Rewards(given), phases=Phases())
+    parts = {"engine": Engine(), "sampling": sampling, "rewarder": Rewards(given), "phases": Phases()}
+    run = SimpleNamespace(**parts, greedy_in_flight=None)
     session = SimpleNamespace(stoppable=lambda phase: contextlib.nullcontext(), asked_to_stop=lambda: False)
     prompts = [SimpleNamespace(tokens=[1, n]) for n in range(2)]
     return greedy_rewards(config(**algo), session, draw_baselines(run, session, prompts, step))

@@ -34,6 +34,7 @@ from megarlhf.data.sources.reasoning_gym import require_disjoint
 from megarlhf.data.text.templates import Conversation, chat_template
 from megarlhf.data.tokenize.cache import cache_directory, require_cache
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
+from megarlhf.planning.batch import require_prompts
 from megarlhf.planning.data.encoders import RecordEncoder, indexed_options, sets_of
 from megarlhf.planning.data.turns import turn_notes
 from megarlhf.planning.machine.capabilities import AnyConfig
@@ -218,10 +219,11 @@ def _count_rows(command: str, cfg: AnyConfig, found_source: FoundSource) -> int 
     """Count the records of a source. None where that takes too long, or there are enough for a batch anyway."""
     if (batch := _batch(cfg)) is None:
         return None
+    needed = cfg.prompts_drawn if isinstance(cfg, RLConfig) else batch[1]
     share = 1 - (cfg.data.validation_share or 0)
     if (shares := cfg.data.phase_shares()) is not None:
         share *= shares[PHASES[command]]
-    return found_source.count_rows(_COUNTED_BYTES, math.ceil((batch[1] + 1) / share) if share else 1)
+    return found_source.count_rows(_COUNTED_BYTES, math.ceil((needed + 1) / share) if share else 1)
 
 
 def require_min_samples(command: str, cfg: AnyConfig, counts: Sequence[int | None]) -> None:
@@ -254,6 +256,8 @@ def require_min_samples(command: str, cfg: AnyConfig, counts: Sequence[int | Non
             f"{key} = {samples}: a batch would hold some of the {total} records of data.train = "
             f"{describe_sources(data.train)} twice; set {key} to at most {total}, or give more data"
         )
+    if isinstance(cfg, RLConfig):
+        require_prompts(cfg, total)
 
 
 def same_data(data: PromptDataConfig) -> list[str]:

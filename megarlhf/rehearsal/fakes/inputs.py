@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
-from megarlhf.config import ROLES, DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, describe_sources
+from megarlhf.config import (
+    ROLES,
+    DPOConfig,
+    DynamicSamplingConfig,
+    RewardConfig,
+    RLConfig,
+    RMConfig,
+    RoleConfig,
+    SFTConfig,
+    describe_sources,
+)
 from megarlhf.data.sources.find import is_there
 from megarlhf.own_code.load import is_path
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
@@ -58,6 +68,11 @@ class StandIns:
 def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """Reward that differs between samples."""
     return float(len(response) % 7)
+
+
+def every_group(drawn: Any, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig) -> list[int]:
+    """Groups that dynamic sampling keeps: all, because rewards have no meaning here."""
+    return list(range(len(drawn.prompts)))
 
 
 class NoEnvironment:
@@ -122,6 +137,11 @@ def stand_in(
         notes += _own_code(cfg, tree)
         tree["samples"] = {"every": 0}
         notes += _rewards(cfg.rewards, tree)
+        if cfg.algo.dynamic_sampling.is_on:
+            notes.append(
+                f"Dynamic sampling is taken to find signal in every group: of {cfg.prompts_drawn} prompts drawn in a "
+                f"step the first {cfg.train.prompts_per_step} are trained on, and no others are drawn in their place."
+            )
         if cfg.ptx is not None and (paths or not is_there(cfg.ptx.data)):
             tree["ptx"] = None
             why = "cannot be read with the stand-in tokenizer" if is_there(cfg.ptx.data) else "is not there"
@@ -234,7 +254,7 @@ def _data(
     """
     longest = cfg.data.max_prompt_tokens
     prompts = prompts or Constant(max(1, longest // 2))
-    per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
+    per_step = cfg.prompts_drawn if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
     if isinstance(cfg, RLConfig):
         steps += SliceRule.of(cfg.rollout).lag  # the last step begins samples of those after it
     file = directory / "data.jsonl"

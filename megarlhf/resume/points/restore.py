@@ -37,6 +37,8 @@ MakeTable = Callable[[], Table]
 """Makes the saved state of a step in progress: tensors, numbers, texts, lists and mappings. Collective."""
 
 
+_BEFORE_THE_KEY = {"rollout.slices": 1, "rollout.steps_ahead": 0, "algo.dynamic_sampling.surplus": 0}
+"""Values by which runs drew responses when there was no such key."""
 OPTIONAL = ("observers",)
 """State that a resume point may lack: it begins anew."""
 
@@ -133,12 +135,12 @@ class Identity:
             return []
         before, now, held = manifest["config"], self.config, table_file(SLICES) in manifest["files"]
         problems = []
-        for section, key in (name.split(".") for name in DRAWS):
-            is_rule = key in ("slices", "steps_ahead")
-            old = before[section].get(key, int(key == "slices") if is_rule else None)
-            if (held or is_rule) and old != now[section][key]:
+        for key in DRAWS:
+            is_rule = key in ("rollout.slices", "rollout.steps_ahead")
+            old, new = _value(before, key), _value(now, key)
+            if (held or is_rule) and old != new:
                 problems.append(
-                    f"{section}.{key} {old} -> {now[section][key]} would draw the rest of responses otherwise than "
+                    f"{key} {old} -> {new} would draw the rest of responses otherwise than "
                     "they were begun; go on with the former value"
                 )
         if held and manifest["data"] != self.data:
@@ -167,6 +169,14 @@ class Identity:
             for role, now in self.base.items()
             if stated.get(role, now).digest != now.digest
         ]
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """Value of a dotted key of `DRAWS`; that of a run from before the key where it is missing."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config = config.get(section, {})
+    return config.get(name, _BEFORE_THE_KEY.get(key))
 
 
 def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:

@@ -39,6 +39,7 @@ from megarlhf.rollout.slices import SliceRule
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
 from megarlhf.trainers.experience.rewards import Rewarder
+from megarlhf.trainers.rl.dynamic_sampling import Signal, groups_with_signal
 from megarlhf.trainers.rl.kl_controller import KLController
 from megarlhf.trainers.rl.logprob_gap import MismatchGuard
 from megarlhf.trainers.rl.moving_weights import MovingAverage, MovingReference
@@ -70,6 +71,8 @@ class RLRun:
     """Guards by trained role."""
     kl: KLController
     gap_guard: MismatchGuard
+    groups_with_signal: Signal = groups_with_signal
+    """Groups that dynamic sampling keeps."""
     greedy_in_flight: InFlight | None = None
     """Greedy responses of coming steps, where slices are drawn and the advantage compares with them."""
     ptx: PretrainingMix | None = None
@@ -168,6 +171,7 @@ def build(
         phases=phases,
         step_guards={name: StepGuard(cfg.train, failures, phases) for name in trained_roles(cfg)},
         kl=KLController(cfg.algo.kl),
+        groups_with_signal=parts.groups_with_signal or groups_with_signal,
         gap_guard=MismatchGuard(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize)),
         ptx=pretraining_mix(cfg),
         ema=ema,

@@ -39,31 +39,50 @@ DrawMore = Callable[[int, int, Sequence[PromptSample]], ScoredRollout | None]
 """(round, missing groups, all prompts so far) -> responses to further prompts; None: no prompts are left."""
 
 
+Signal = Callable[[ScoredRollout, Sequence[RewardConfig], DynamicSamplingConfig], list[int]]
+"""Function that returns the groups that teach something, such as `groups_with_signal`."""
+
+
 def select(
-    first: ScoredRollout, draw_more: DrawMore, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig
+    first: ScoredRollout,
+    draw_more: DrawMore,
+    rewards: Sequence[RewardConfig],
+    cfg: DynamicSamplingConfig,
+    signal: Signal | None = None,
 ) -> tuple[ScoredRollout, dict[str, float]]:
-    """Choose as many groups as `first` has: groups with signal from all rounds, filled up with groups without; returns
-    metrics too. The same on every rank."""
-    rounds, wanted = [first], len(first.prompts)
-    useful = [(0, group) for group in groups_with_signal(first, rewards, cfg)]
+    """Choose as many groups as `first` has without the surplus: the first ones with signal from all rounds, filled up
+    with groups without; returns metrics too. The same on every rank.
+
+    first:  the step's own prompts, then those of the surplus
+    signal: default: `groups_with_signal`
+    """
+    signal, rounds, wanted = signal or groups_with_signal, [first], len(first.prompts) - cfg.surplus
+    useful = [(0, group) for group in signal(first, rewards, cfg)]
     while len(useful) < wanted and len(rounds) <= cfg.max_refills:
         used = [prompt for rollout in rounds for prompt in rollout.prompts]
         more = draw_more(len(rounds), wanted - len(useful), used)
         if more is None:
             break
-        useful += [(len(rounds), group) for group in groups_with_signal(more, rewards, cfg)]
+        useful += [(len(rounds), group) for group in signal(more, rewards, cfg)]
         rounds.append(more)
     drawn = [(round, group) for round, rollout in enumerate(rounds) for group in range(len(rollout.prompts))]
     dropped = [pair for pair in drawn if pair not in set(useful)]
-    chosen = sorted(useful + dropped[: wanted - len(useful)])
-    metrics: dict[str, float] = {
+    missing = max(0, wanted - len(useful))
+    pairs = sorted(useful[:wanted] + dropped[:missing])
+    by_round = [[group for round, group in pairs if round == n] for n in range(len(rounds))]
+    chosen = joined([(rollout, groups) for rollout, groups in zip(rounds, by_round, strict=True) if groups])
+    return chosen, {
         "groups_drawn": len(drawn),
         "groups_dropped": len(dropped),
-        "groups_filled_up": wanted - len(useful),
+        "groups_filled_up": missing,
+        "groups_unused": len(useful) + missing - wanted,
+        "tokens_unused": sum(map(_num_tokens, rounds)) - _num_tokens(chosen),
         "sampling_rounds": len(rounds),
     }
-    by_round = [[group for round, group in chosen if round == n] for n in range(len(rounds))]
-    return joined([(rollout, groups) for rollout, groups in zip(rounds, by_round, strict=True) if groups]), metrics
+
+
+def _num_tokens(drawn: ScoredRollout) -> int:
+    return drawn.experience.rollouts.responses.num_tokens
 
 
 def joined(parts: Sequence[tuple[ScoredRollout, Sequence[int]]]) -> ScoredRollout:

@@ -9,7 +9,7 @@ from functools import partial
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.order import describe_mixture
 from megarlhf.observe.records.metrics import Metric
-from megarlhf.planning.batch import passes_note, with_counted_steps
+from megarlhf.planning.batch import passes_note, require_prompts, with_counted_steps
 from megarlhf.planning.kl_reference import reference_notes
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
@@ -47,6 +47,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             )
             cfg = with_counted_steps(cfg, len(data.train), cfg.train.prompts_per_step)
             order = order_of(cfg.train, cfg.run.seed, data.train)
+            require_prompts(cfg, len(data.train))
             rl_run = build(cfg, runtime, data, phases, parts)
             evaluation = Evaluation(rl_run)
             states: dict[str, Stateful] = {"stop": evaluation.stop, order.name: order}

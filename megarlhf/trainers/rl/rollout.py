@@ -60,7 +60,7 @@ def generate(run: RLRun, session: Session, order: PromptOrder, step: int) -> Ste
     Raises: StopRun, on every rank, when the run is asked to stop meanwhile.
     """
     begin_samples(run, session, order, step)
-    flight, greedy = run.in_flight, run.greedy_in_flight
+    flight = run.in_flight
     requests = flight.requests(step, run.data.prompt_tokens, partial(sample_seed, run.cfg.run.seed))
     samples = [run.data.train[n] for n in requests.numbers] if run.environment else []
     rollouts = draw_requests(run, session, requests, samples, step)
@@ -69,17 +69,11 @@ def generate(run: RLRun, session: Session, order: PromptOrder, step: int) -> Ste
     prompts = [run.data.train[n] for n in taken.prompts]
     responses = taken.rollouts.to(session.runtime.device)
     experience = make_experience(prompts, responses, run.cfg.rollout.num_samples_per_prompt)
-    if greedy is None:
-        rollout = complete(run, session, prompts, experience, step)
-    else:
-        asked = greedy.requests(step, run.data.prompt_tokens, lambda step, sample: 0)
-        greedy.extend(asked, draw_greedy(run, session, asked, step))
-        rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
-        baselines = greedy.take(step).rollouts.to(session.runtime.device)
-        rollout = replace(rollout, greedy=run.rewarder.start(make_experience(prompts, baselines, 1), prompts))
+    rollout = complete(run, session, prompts, experience, step)
     if not run.cfg.rollout.is_stale:
         return rollout
-    return replace(rollout, drawn=(requests, rollouts), metrics={"tokens_in_flight": flight.num_tokens})
+    metrics = {**rollout.metrics, "tokens_in_flight": flight.num_tokens}
+    return replace(rollout, drawn=(requests, rollouts), metrics=metrics)
 
 
 def slice_notes(run: RLRun, world_size: int) -> list[str]:
@@ -87,7 +81,7 @@ def slice_notes(run: RLRun, world_size: int) -> list[str]:
     cfg, engine = run.cfg, run.engine
     if not cfg.rollout.is_stale:
         return []
-    samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+    samples = cfg.prompts_drawn * cfg.rollout.num_samples_per_prompt
     num_engines = 1 if engine.cache_tokens is None else world_size // cfg.rollout.tp(cfg.actor)
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     return [describe_rounds(run.in_flight.rule, samples, num_engines, engine.cache_tokens, longest)]
@@ -100,7 +94,7 @@ def begin_samples(run: RLRun, session: Session, order: PromptOrder, step: int) -
     late = []
     for begun in flight.rule.steps(step, num_steps):
         if begun not in flight:
-            prompts = order.take(begun)
+            prompts = with_surplus(run, order.take(begun), begun)
             late += [begun] * flight.begin(begun, prompts, run.cfg.rollout.num_samples_per_prompt, step)
         if greedy is not None and begun not in greedy:
             greedy.begin(begun, flight.prompts_of(begun), 1, step)
@@ -115,12 +109,19 @@ def begin_samples(run: RLRun, session: Session, order: PromptOrder, step: int) -
         )
 
 
+def with_surplus(run: RLRun, own: Sequence[int], step: int) -> list[int]:
+    """Numbers of a step's own prompts, and of those that are drawn beside them for dynamic sampling."""
+    surplus, seed = run.cfg.algo.dynamic_sampling.surplus, sample_seed(run.cfg.run.seed, step, -1)
+    return [*own, *other_numbers(len(run.data.train), surplus, own, seed)]
+
+
 def complete(
     run: RLRun, session: Session, prompts: Sequence[PromptSample], experience: Experience, step: int
 ) -> StepRollout:
-    """Start the rewards of the samples, and draw further responses that the step needs. Collective."""
+    """Start the rewards of the samples, choose among them, and draw further responses that the step needs.
+    Collective."""
     rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
-    if run.cfg.algo.dynamic_sampling.max_refills:
+    if run.cfg.algo.dynamic_sampling.is_on:
         rollout = draw_until_useful(run, session, rollout, step)
     if "greedy_rewards" in run.cfg.algo.traits.reads:
         rollout = replace(rollout, greedy=draw_baselines(run, session, rollout.prompts, step))
@@ -184,6 +185,7 @@ def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: in
 def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: int) -> StepRollout:
     """Dynamic sampling: replace groups without signal by responses to other prompts. Collective."""
     assert first.pending is not None
+    cfg = run.cfg.algo.dynamic_sampling
     counts: Counter[str] = Counter()
 
     def draw_more(refill: int, count: int, used: Sequence[PromptSample]) -> ScoredRollout | None:
@@ -199,14 +201,23 @@ def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: in
         return outputs
 
     drawn = ScoredRollout(first.prompts, first.experience, wait(first.pending))
-    chosen, metrics = select(drawn, draw_more, run.rewarder.rewards, run.cfg.algo.dynamic_sampling)
+    chosen, metrics = select(drawn, draw_more, run.rewarder.rewards, cfg, run.groups_with_signal)
     return StepRollout(chosen.prompts, chosen.experience, None, chosen.rewards, metrics={**metrics, **counts})
 
 
 def draw_baselines(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int) -> PendingRewards:
-    """Draw the whole greedy response to each prompt, and start its rewards. Collective."""
-    rows = [torch.tensor(prompt.tokens) for prompt in prompts]
-    rollouts = draw_greedy(run, session, Requests.whole(rows, [0] * len(rows), run.sampling.max_tokens), step)
+    """Draw the greedy response to each prompt, or its last slice, and start its rewards. Collective."""
+    flight = run.greedy_in_flight
+    if flight is None:
+        rows = [torch.tensor(prompt.tokens) for prompt in prompts]
+        rollouts = draw_greedy(run, session, Requests.whole(rows, [0] * len(rows), run.sampling.max_tokens), step)
+    else:
+        requests = flight.requests(step, run.data.prompt_tokens, lambda step, sample: 0)
+        flight.extend(requests, draw_greedy(run, session, requests, step))
+        taken = flight.take(step)  # also for prompts that dynamic sampling has not chosen
+        place = {run.data.train[number].index: n for n, number in enumerate(taken.prompts)}
+        chosen = [place[prompt.index] for prompt in prompts]
+        rollouts = Rollouts.joined([(taken.rollouts, chosen)]).to(session.runtime.device)
     return run.rewarder.start(make_experience(prompts, rollouts, 1), prompts)
 
 
@@ -241,14 +252,23 @@ def wait_for_rewards(pending: PendingRewards, session: Session) -> list[RewardOu
 def other_prompts(
     train: Samples[PromptSample], count: int, used: Sequence[PromptSample], seed: int
 ) -> list[PromptSample]:
-    """Up to `count` prompts that are not in `used`, in an order that depends on `seed` only.
+    """Up to `count` prompts that are not in `used`, in an order that depends on `seed` only."""
+    is_used = np.isin(record_numbers(train), [prompt.index for prompt in used])
+    return [train[n] for n in other_numbers(len(train), count, np.flatnonzero(is_used).tolist(), seed)]
+
+
+def other_numbers(num_prompts: int, count: int, used: Sequence[int], seed: int) -> list[int]:
+    """Numbers of up to `count` of all prompts that are not in `used`, in an order that depends on `seed` only.
 
     The order of the steps' own prompts is not changed: each of them still comes once per epoch.
     """
-    is_used = np.isin(record_numbers(train), [prompt.index for prompt in used])
-    others = np.flatnonzero(~is_used)
+    if not count:
+        return []
+    is_other = np.ones(num_prompts, dtype=bool)
+    is_other[list(used)] = False
+    others = np.flatnonzero(is_other)
     chosen = random.Random(seed).sample(range(len(others)), min(count, len(others)))
-    return [train[int(others[n])] for n in chosen]
+    return [int(others[n]) for n in chosen]
 
 
 def whole_requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int, refill: int = 0) -> Requests:

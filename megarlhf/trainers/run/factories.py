@@ -51,3 +51,5 @@ class RunFactories:
     """Memory for parts of roles that are not on the device."""
     writer: Callable[[Runtime], PointWriter] = PointWriter
     """Writer of resume points."""
+    groups_with_signal: Callable[..., list[int]] | None = None
+    """Function in place of `trainers.rl.dynamic_sampling.groups_with_signal`."""
