@@ -80,7 +80,7 @@ class Rank:
         self.mode = FakeDevice(self.device, self.ledger, self.wire, self.assumptions, self.meter)
         self.meter.values = self.mode.known.twin
         self._num_samples = 0
-        """Number of samples in the last rollout."""
+        """Number of samples in the last rollout of whole ones."""
         self._created = torch_patches.count_groups()
         self._loads: dict[str, list[RankLoad]] = {}
         self._tokens: Counter[tuple[int, str]] = Counter()
@@ -206,10 +206,16 @@ class Rank:
         )
 
     def _set_num_samples(self, num_samples: int | None) -> None:
-        """Set the number of samples that are rewarded next; None: those of a step."""
+        self._num_samples = num_samples or self._num_samples
+
+    def _gathered(self, mine: Any) -> list[Any] | None:
+        """What all ranks hand in: of the last samples, of those of a step, or of a greedy response to each prompt."""
         cfg: Any = self.job.cfg
-        of_step = cfg.prompts_drawn * cfg.rollout.num_samples_per_prompt
-        self._num_samples = of_step if num_samples is None else num_samples
+        totals = [self._num_samples]
+        if self.job.command == "rl":
+            prompts = cfg.prompts_drawn, cfg.train.prompts_per_step
+            totals += [number * each for each in (cfg.rollout.num_samples_per_prompt, 1) for number in prompts]
+        return gathered(mine, totals, self.job.rank, self.job.world_size)
 
     def _estimate(self, work: RolloutWork, shape: EngineShape, cache_bytes: int) -> Sequence[int]:
         """Let every rank wait for the slowest engine. Returns the engine that takes each piece of the queue."""
@@ -233,7 +239,7 @@ class Rank:
             scalar=self.mode.scalar,
             address=self.mode.address,
             reducing=lambda operation: setattr(self.mode, "reducing", operation),
-            gathered=lambda mine: gathered(mine, self._num_samples, self.job.world_size),
+            gathered=self._gathered,
             scattered=lambda: EMPTY_BANK,
             launched=self._count_kernel,
             attention=None,

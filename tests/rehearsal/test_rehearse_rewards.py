@@ -44,6 +44,20 @@ def test_dynamic_sampling(way, tmp_path) -> None:
     assert f"of {7 if 'surplus' in way else 4} prompts" in note
 
 
+def test_greedy_responses_in_slices(tmp_path) -> None:
+    """ReMax on two ranks: rewards of 8 samples, and of 4 greedy responses, to which only the step's own samples count
+    as trained tokens."""
+    tree = job_tree("rl", tmp_path)
+    del tree["reward_model"], tree["critic"]
+    tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "remax"}}
+    tree["rollout"] |= {"slices": 2}
+    options = ("--steps", "1", "--world-size", "2", "--workers", "1", "--ranks", "0")
+    options += ("--prompt-lengths", "constant:9", "--response-lengths", "constant:20")
+    done = run_command("rl", write_job("rl", tmp_path, tree), tmp_path / "out", *options)
+    assert (done.status, done.json()["faults"]) == (0, [])
+    assert [row["tokens"] for row in done.json()["rollouts"]] == [2 * 8 * 20, 2 * 4 * 20]
+
+
 def test_steps_of_the_critic_alone_are_left_out(tmp_path) -> None:
     """They need less memory and time than those after them, of which the rehearsal is to speak."""
     whole = {}

@@ -6,6 +6,7 @@ shares of samples: each rank has its own, and their sizes may differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,14 +14,16 @@ from megarlhf.layout import split_evenly
 from megarlhf.rollout.rewards.batch import RewardResult
 
 
-def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
+def gathered(mine: Any, totals: Sequence[int], rank: int, world_size: int) -> list[Any] | None:
     """Objects that `all_gather_object` returns from each rank; None if they equal this rank's.
 
-    num_samples: samples of the step, of which each rank has a share.
+    totals: numbers of samples that may be rewarded now, of which each rank has a share. The first of which this rank
+            would have as many as it has is taken.
     """
     if isinstance(mine, tuple) and len(mine) == 2 and isinstance(mine[0], list) and _are_outcomes(*mine):
         outcomes = mine[0] or [RewardResult(value=1.0)]
-        shares = map(len, split_evenly(num_samples, world_size))
+        splits = ([*map(len, split_evenly(total, world_size))] for total in totals)
+        shares = next(shares for shares in splits if shares[rank] == mine[1])
         # Each its own object: pickle writes one that comes again as a reference, which is shorter.
         return [([deepcopy(outcomes[n % len(outcomes)]) for n in range(share)], share) for share in shares]
     return None
