@@ -84,7 +84,7 @@ class Rank:
         self._created = torch_patches.count_groups()
         self._loads: dict[str, list[RankLoad]] = {}
         self._tokens: Counter[tuple[int, str]] = Counter()
-        self._rollouts: list[RolloutRow] = []
+        self._rollouts: dict[int, RolloutRow] = {}
         self._refusals: list[str] = []
         self._parameters: list[Tensor] = []
         self._cache_bytes = 0
@@ -135,7 +135,7 @@ class Rank:
             memberships=created.memberships,
             loads=self._loads,
             tokens=dict(self._tokens),
-            rollouts=self._rollouts,
+            rollouts=list(self._rollouts.values()),
             refusals=self._refusals,
             cache_bytes=self._cache_bytes,
             held=self._held,
@@ -229,7 +229,8 @@ class Rank:
             tokens_per_second=job.rollout_tokens_per_second,
             max_running=max_sequences(rollout),
         )
-        self._rollouts.append(rollout_row)
+        step = self.meter.step
+        self._rollouts[step] = rollout_row.after(self._rollouts[step]) if step in self._rollouts else rollout_row
         self.meter.spend("rollout", rollout_row.slowest, 0.0)
         return owners
 

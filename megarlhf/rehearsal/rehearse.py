@@ -356,10 +356,16 @@ def _resume_point(record: RankRecord) -> ResumePointRow | None:
 
 
 def _host(rank: RankResult) -> list[HostRow]:
-    process = int(PROCESS_GIB * 2**30)
+    process, written = int(PROCESS_GIB * 2**30), rank.resume_point
+    under_way = min(0 if written is None else written.tables, rank.host_peak)
     return [
         HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, including the device's"),
-        HostRow(name="the program's tensors on the host", nbytes=rank.host_peak, source="counted"),
+        HostRow(name="the program's tensors on the host", nbytes=rank.host_peak - under_way, source="counted"),
+        HostRow(
+            name="samples of later steps",
+            nbytes=under_way,
+            source="counted: responses that are being drawn in slices, as a resume point has them",
+        ),
         HostRow(
             name="what is offloaded from the device",
             nbytes=rank.offloaded,
@@ -367,7 +373,7 @@ def _host(rank: RankResult) -> list[HostRow]:
         ),
         HostRow(
             name="a resume point's copy of the state",
-            nbytes=0 if (written := rank.resume_point) is None else written.host_bytes,
+            nbytes=0 if written is None else written.host_bytes,
             source="counted: this rank's part, copied before it is written (resume/points/writer.py)",
         ),
     ]

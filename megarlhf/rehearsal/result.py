@@ -6,7 +6,7 @@ Bytes and seconds throughout. Times are estimates by the hardware file.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megarlhf.rehearsal.fake_device.ledger import LargeStorage
@@ -182,6 +182,11 @@ class RolloutRow:
     waited: float = 0.0
     """Seconds in which a sequence waits for room in the cache, on the engine where they are most; 0 where a speed was
     stated."""
+
+    def after(self, earlier: RolloutRow) -> RolloutRow:
+        """Both rollouts of a step, such as samples and greedy responses: all ranks wait for each."""
+        sums = {field.name: getattr(self, field.name) + getattr(earlier, field.name) for field in fields(self)}
+        return RolloutRow(**{**sums, "most_running": max(self.most_running, earlier.most_running)})
 
 
 @dataclass(frozen=True, kw_only=True)

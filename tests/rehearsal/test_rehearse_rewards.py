@@ -55,7 +55,7 @@ def test_greedy_responses_in_slices(tmp_path) -> None:
     options += ("--prompt-lengths", "constant:9", "--response-lengths", "constant:20")
     done = run_command("rl", write_job("rl", tmp_path, tree), tmp_path / "out", *options)
     assert (done.status, done.json()["faults"]) == (0, [])
-    assert [row["tokens"] for row in done.json()["rollouts"]] == [2 * 8 * 20, 2 * 4 * 20]
+    assert [row["tokens"] for row in done.json()["rollouts"]] == [2 * 8 * 20 + 2 * 4 * 20]
 
 
 def test_steps_of_the_critic_alone_are_left_out(tmp_path) -> None:
