@@ -140,6 +140,11 @@ class RehearsedEngine(VllmEngine):
                 f"vLLM's {what} of {_gib(nbytes)} could not be loaded again: {_gib(free)} of the device are free"
             )
 
+    def _free_bytes(self) -> int:
+        """Without bound: all ranks have to use buckets of one size, and what a device lacks is shown by its need. The
+        memory of the machine that rehearses says nothing."""
+        return 1 << 60
+
     def _cache(self) -> Tensor:
         return torch.empty(self._cache_bytes, dtype=torch.uint8, device=self._runtime.device)
 

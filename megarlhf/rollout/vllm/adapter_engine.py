@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from megarlhf.models.role import Role
 from megarlhf.placement import RankPlacements, merge_ranks
 from megarlhf.rollout.vllm.build import adapter_request
 from megarlhf.rollout.vllm.engine import VllmEngine
-from megarlhf.runtime import free_bytes
 from megarlhf.weights.checks.loader_check import check_loader
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import Resharder
@@ -140,7 +138,7 @@ class VllmAdapterEngine(VllmEngine):
                 dtype=self._dtype,
                 device=self._runtime.device,
                 bucket_bytes=self._rollout.reshard_bucket_mib << 20,
-                free_bytes=partial(free_bytes, self._runtime),
+                free_bytes=self._free_bytes,
                 keep_views=False,
             )
         self._adapter_only.run(self._values_of(actor), self._parameters)

@@ -185,6 +185,10 @@ class VllmEngine:
         """Storages that vLLM filled with dummy values."""
         return self._parameters
 
+    def _free_bytes(self) -> int:
+        """Bytes that this rank's device has left."""
+        return free_bytes(self._runtime)
+
     def _resharder_from(self, actor: ModelShard) -> Resharder:
         """The resharder. It is made at the first update, after the proof that the table agrees with vLLM's own
         loader."""
@@ -197,7 +201,7 @@ class VllmEngine:
                     dtype=self._dtype,
                     device=self._runtime.device,
                     bucket_bytes=self._rollout.reshard_bucket_mib << 20,
-                    free_bytes=partial(free_bytes, self._runtime),
+                    free_bytes=self._free_bytes,
                     keep_views=actor.arch.adapter is None,  # merged weights are new tensors each time
                 )
             self._resharder = resharder  # on all ranks or on none
