@@ -1,8 +1,7 @@
 """Which of the published configurations fit, with how much, and what fitting costs: `make bench-fits`.
 
-Each is rehearsed for two steps, all kinds of ranks or one whole pipeline. Its tightest rank is rehearsed once more with
-whole responses, everything on the device and nothing computed again: what a step takes without slices, and memory that
-does not follow the phase. Writes benchmarks/results/fits.json.
+Each is rehearsed for two steps, all kinds of ranks or one whole pipeline. The rollout of whole responses is estimated
+beside it: what a step would take without slices. Writes benchmarks/results/fits.json.
 """
 
 from __future__ import annotations
@@ -14,10 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.machine import ROOT, machine
-from benchmarks.rehearsal.scale import GIB, longest_sequence, rehearse
+from benchmarks.rehearsal.scale import GIB, PROMPTS, longest_sequence, rehearse, responses
+from megarlhf.commands.rehearse import HARDWARE
+from megarlhf.config import RLConfig, load_config
+from megarlhf.rehearsal.cost_model.hardware import load_hardware
+from megarlhf.rehearsal.fakes.lengths import parse_lengths
+from megarlhf.rehearsal.request import Request
+from megarlhf.rehearsal.steady_round import round_seconds
 
 RESULTS = ROOT / "benchmarks" / "results" / "fits.json"
 MOST_GIB = 72.0
@@ -78,16 +81,13 @@ CASES = {
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """What a case needs, before and now, and what it costs."""
+    """What a case needs, and what it costs."""
     config = f"configs/{case.config}.yaml"
     ranks = [] if case.ranks is None else ["--ranks", case.ranks]
     with tempfile.TemporaryDirectory() as directory:
         found, took = rehearse(config, Path(directory) / "now", *ranks, *case.overrides, mean=case.mean)
-        only = ["--ranks", str(found["tightest"])]
-        resident = [*case.overrides, *everything_resident(config), "rollout.slices=1", *case.whole]
-        before, _ = rehearse(config, Path(directory) / "before", *only, *resident, mean=case.mean)
     tightest = _tightest(found)
-    last, rollout, whole = found["times"][-1], found["rollouts"][-1], before["rollouts"][-1]
+    last, rollout, whole = found["times"][-1], found["rollouts"][-1], seconds_of_whole(case)
     return {
         "config": case.config,
         "overrides": list(case.overrides),
@@ -101,8 +101,9 @@ def measure(case: Case) -> dict[str, Any]:
         "host_gib_per_node": gib(found["host_per_node"]),
         "longest_sequence": longest_sequence(found, MOST_GIB * GIB),
         "step_seconds_estimated": round(last["seconds"], 1),
-        "step_seconds_whole_estimated": round(last["seconds"] - rollout["slowest"] + whole["slowest"], 1),
+        "step_seconds_whole_estimated": round(last["seconds"] - rollout["slowest"] + whole, 1),
         "rollout": {key: round(rollout[key], 1) for key in ("slowest", "fastest", "waited")},
+        "rollout_whole": round(whole, 1),
         "settings": {key: found["config"]["rollout"][key] for key in ("slices", "parallel", "vllm")},
         "training": {
             key: round(last[key], 3) for key in ("forward_and_backward", "bubble", "exposed", "recomputation")
@@ -111,13 +112,6 @@ def measure(case: Case) -> dict[str, Any]:
         "seconds": {each["phase"]: round(each["seconds"], 2) for each in last["phases"] if each["seconds"] >= 0.005},
         "price_seconds": prices(last),
         "peaks_gib": peaks(tightest),
-        "peaks_before_gib": peaks(_tightest(before)),
-        "before": {
-            "peak_gib": gib(_tightest(before)["peak"]),
-            "margin_gib": gib(_tightest(before)["need"] - _tightest(before)["peak"]),
-            "longest_sequence": longest_sequence(before, MOST_GIB * GIB),
-            "refusals": before["refusals"],
-        },
         "refusals": found["refusals"],
         "faults": found["faults"],
         "ranks_rehearsed": len(found["ranks"]),
@@ -126,15 +120,22 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def everything_resident(config: str) -> list[str]:
-    """Overrides under which memory does not follow the phase and nothing is computed again."""
-    tree = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))
-    roles = [name for name in ("actor", "critic", "reward_model", "reference") if name in tree]
-    trained = [name for name in roles if name in ("actor", "critic")]
-    parts = [f"{role}.offload.parameters=false" for role in roles]
-    parts += [f"{role}.offload.{part}=false" for role in trained for part in ("gradients", "optimizer")]
-    again = [f"{role}.{key}" for role in trained for key in ("recompute=none", "recompute_layers=")]
-    return ["rollout.vllm.sleep_level=0", *parts, *again]
+def seconds_of_whole(case: Case) -> float:
+    """Seconds of the rollout where responses are drawn whole."""
+    hardware = load_hardware(HARDWARE)
+    cfg = load_config(
+        RLConfig, ROOT / f"configs/{case.config}.yaml", [*case.overrides, "rollout.slices=1", *case.whole]
+    )
+    request = Request(
+        command="rl",
+        cfg=cfg,
+        world_size=cfg.run.planned_ranks,
+        hardware=hardware,
+        device_bytes=int(hardware.memory.value),
+        prompt_lengths=parse_lengths(PROMPTS, "prompts"),
+        response_lengths=parse_lengths(responses(case.mean), "responses"),
+    )
+    return round_seconds(request)
 
 
 def prices(step: dict[str, Any]) -> dict[str, float]:

@@ -12,8 +12,6 @@ from benchmarks.rehearsal.figures import table
 from benchmarks.rehearsal.fits import RESULTS
 
 Row = dict[str, Any]
-PHASES = ("rollout", "reshard", "train/actor", "optimizer/actor", "train/critic")
-"""Whose peaks are shown."""
 
 
 def fits_table(found: dict[str, Row]) -> str:
@@ -78,17 +76,6 @@ def time_table(found: dict[str, Row]) -> str:
     return table(words, rows)
 
 
-def peaks_table(found: dict[str, Row]) -> str:
-    """GiB of tensors in some phases, where all stays on the device and responses are whole, and now."""
-    rows = [(name, *(_both(row, phase) for phase in PHASES)) for name, row in found.items()]
-    return table(("before, now", *PHASES), rows)
-
-
-def _both(row: Row, phase: str) -> str:
-    now = row["peaks_gib"].get(phase)
-    return "" if now is None else f"{row['peaks_before_gib'][phase]:.1f}, {now:.1f}"
-
-
 def price_table(found: dict[str, Row]) -> str:
     """Seconds of a step that each feature takes, and its share."""
     names = list(next(iter(found.values()))["price_seconds"])
@@ -101,7 +88,7 @@ def _price(row: Row, name: str) -> str:
     return f"{seconds:.1f} s, {seconds / row['step_seconds_estimated']:.1%}"
 
 
-TABLES = (fits_table, changed, step_table, time_table, peaks_table, price_table)
+TABLES = (fits_table, changed, step_table, time_table, price_table)
 
 
 def load() -> dict[str, Row]:

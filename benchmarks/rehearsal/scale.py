@@ -45,13 +45,21 @@ class Took:
     """Largest memory of all its processes together; what forked processes share counts once."""
 
 
+PROMPTS = "constant:512"
+
+
+def responses(mean: int) -> str:
+    """Lengths of responses in words, lognormal."""
+    return f"lognormal:mean={mean},sigma=0.8"
+
+
 def rehearse(
     config: str, out: Path, *extra: str, mean: int = MEAN, lengths: tuple[str, str] | None = None
 ) -> tuple[dict[str, Any], Took]:
     """`rehearsal.json` of a configuration and what it took. `mean`: tokens of a response, lognormal; `lengths`: of
     prompts and of responses, in place of that and of 512."""
-    prompts, responses = lengths or ("constant:512", f"lognormal:mean={mean},sigma=0.8")
-    words = ["--prompt-lengths", prompts, "--response-lengths", responses]
+    prompts, drawn = lengths or (PROMPTS, responses(mean))
+    words = ["--prompt-lengths", prompts, "--response-lengths", drawn]
     command = [sys.executable, "-m", "megarlhf", "rehearse", "rl", "-c", config, *words, *extra, "-o", str(out)]
     began, most = time.perf_counter(), 0
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -3,6 +3,7 @@
 Not covered: the large ones, which take minutes each.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.rehearsal import fits
 from benchmarks.rehearsal.scale import GIB, longest_sequence
+from megarlhf.config import RLConfig, RolloutConfig, load_config
 from tests.rehearsal.jobs import run_command
 
 CONFIG = "configs/llama-3-8b/ppo-8.yaml"
@@ -53,9 +55,13 @@ def test_prices_are_those_of_the_phases() -> None:
     }  # fmt: skip
 
 
-def test_every_role_of_a_file_is_made_resident() -> None:
-    overrides = fits.everything_resident(CONFIG)
-    assert "critic.offload.optimizer=false" in overrides
-    assert "reward_model.offload.parameters=false" in overrides
-    assert "reward_model.offload.optimizer=false" not in overrides
-    assert "actor.recompute=none" in overrides
+@pytest.mark.parametrize("name", fits.CASES)
+def test_slices_shorten_every_rollout(name) -> None:
+    """Whole responses on the engines that are best for them take longer than the file's slices."""
+    case = fits.CASES[name]
+    sliced = replace(case, whole=(f"rollout.slices={settings_of(case).slices}",))
+    assert 1.5 * fits.seconds_of_whole(sliced) < fits.seconds_of_whole(case)
+
+
+def settings_of(case: fits.Case) -> RolloutConfig:
+    return load_config(RLConfig, Path(f"configs/{case.config}.yaml"), list(case.overrides)).rollout
