@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument(
         "--large", nargs="+", choices=tuple(scale.CONFIGURATIONS), default=scale.CONFIGURATIONS, help=words
     )
+    words = "of the small jobs those whose name contains this; the others are kept"
+    parser.add_argument("--cases", default="", metavar="TEXT", help=words)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
@@ -32,8 +34,10 @@ def main() -> None:
         found = json.loads(arguments.out.read_text(encoding="utf-8"))
     about = machine("python -m benchmarks.rehearsal")
     if "truth" in arguments.only:
-        compared = [truth.measure(case) for case in truth.CASES]
-        found |= truth.outcome(compared) | {"truth_machine": about}
+        compared = [truth.measure(case) for case in truth.CASES if arguments.cases in case.name]
+        rows = {name: {**row, "commit": about["commit"]} for name, row in truth.outcome(compared).items()}
+        known = found.get("truth", {}) if arguments.cases else {}
+        found |= truth.summary({**known, **rows}) | {"truth_machine": about}
     if "time" in arguments.only:
         found |= time.outcome() | {"time_machine": about}
     if "scale" in arguments.only:

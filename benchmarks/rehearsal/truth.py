@@ -17,7 +17,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,12 +177,9 @@ def measure(case: Case) -> Compared:
     return compare(case.name, real, rehearsed)
 
 
-def outcome(compared: Iterable[Compared]) -> dict[str, Any]:
-    """For `benchmarks/results/rehearsal.json`."""
-    compared = list(compared)
-    rows = [row for each in compared for row in each.rows]
-    mismatches = [mismatch for each in compared for mismatch in each.mismatches]
-    by_configuration: dict[str, Any] = {}
+def outcome(compared: Iterable[Compared]) -> dict[str, dict[str, Any]]:
+    """A row for each job."""
+    by_configuration: dict[str, dict[str, Any]] = {}
     for each in compared:
         worst = max(each.rows, key=lambda row: row.error)
         by_configuration[worst.configuration] = {
@@ -195,10 +192,15 @@ def outcome(compared: Iterable[Compared]) -> dict[str, Any]:
             "wire_mismatches": len(each.mismatches),
             "exchange_error": each.exchange_error,
         }
+    return by_configuration
+
+
+def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """For `benchmarks/results/rehearsal.json`."""
     return {
-        "memory_error_max": max(row.error for row in rows),
-        "wire_mismatches": len(mismatches),
-        "truth": by_configuration,
+        "memory_error_max": max(row["error_max"] for row in rows.values()),
+        "wire_mismatches": sum(row["wire_mismatches"] for row in rows.values()),
+        "truth": rows,
     }
 
 
@@ -211,13 +213,13 @@ def main() -> None:
     for case in (case for case in CASES if options.only in case.name):
         began = time.monotonic()
         found.append(measure(case))
-        told = outcome(found[-1:])["truth"][case.name]
+        told = outcome(found[-1:])[case.name]
         print(f"{case.name:48s} {told['error_max']:9.4%} {told['worst']:32s} {told['messages']:5d} messages, ", end="")
         print(f"{told['wire_mismatches']} unlike, experts {told['exchange_error']:.2%} ", end="")
         print(f"({time.monotonic() - began:.0f} s)", flush=True)
         for mismatch in found[-1].mismatches:
             print(f"    rank {mismatch.rank} {mismatch.message}: {mismatch.real}, rehearsed {mismatch.rehearsed}")
-    result = outcome(found)
+    result = summary(outcome(found))
     print(f"memory_error_max {result['memory_error_max']:.4%}, wire_mismatches {result['wire_mismatches']}")
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
