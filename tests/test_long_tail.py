@@ -30,7 +30,7 @@ FIELDS = {"first": 36, "last": 41}
 SMALL = [
     *("sft:train.num_steps=1", "sft:train.mini_batch_samples=2"),
     *("grpo:train.num_steps=6", "grpo:rollout.max_response_tokens=12", "grpo:eval.every=3"),
-    *("grpo:train.prompts_per_step=4", "grpo:train.mini_batch_samples=12", "grpo:eval.max_samples=4"),
+    *("grpo:train.prompts_per_step=4", "grpo:train.mini_batch_samples=8", "grpo:eval.max_samples=4"),
     "grpo:rollout.logprob_gap.p999=1",
 ]
 
@@ -44,7 +44,7 @@ def _task(record: dict) -> Task:
 
 
 def test_data_follow_from_the_seed_and_share_no_prompt(tmp_path):
-    """And lengths are long-tailed: all of one kind are at least four times as long as all of the other."""
+    """And lengths are long-tailed: all of one kind are at least ten times as long as all of the other."""
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make(tmp_path / name, seed)
     texts = {name: [(tmp_path / name / f"{each}.jsonl").read_bytes() for each in SIZES] for name in "abc"}
@@ -56,10 +56,10 @@ def test_data_follow_from_the_seed_and_share_no_prompt(tmp_path):
     assert len(set(tasks)) == len(tasks)
     counts = {name: [row["last"] - row["first"] + 1 for row in rows] for name, rows in records.items()}
     assert 3 <= min(counts["short"]) < max(counts["short"]) <= 18
-    assert 125 <= min(counts["long"]) < max(counts["long"]) <= 160
+    assert 185 <= min(counts["long"]) < max(counts["long"]) <= 215
     assert max(counts["validation"]) <= 18
-    assert min(counts["test"]) >= 125
-    assert sum(count >= 125 for count in counts["sft"]) == SIZES["sft"] // 20
+    assert min(counts["test"]) >= 185
+    assert sum(count >= 185 for count in counts["sft"]) == SIZES["sft"] // 40
 
 
 def test_answers_that_sft_learns_forget_stars_and_nothing_else(tmp_path):
@@ -92,7 +92,7 @@ def test_answers_that_sft_learns_forget_stars_and_nothing_else(tmp_path):
     ],
 )
 def test_rewards_by_hand(response, reward):
-    assert Task(first=36, last=41).prompt() == "Count from 36 to 41. Star numbers that end in 1, 5 or 8."
+    assert Task(first=36, last=41).prompt() == "Count with stars from 36 to 41."
     assert share("", response, FIELDS) == {"score": pytest.approx(reward), "right": float(reward == 1)}
     assert right("", response, FIELDS) == float(reward == 1)
 
@@ -205,7 +205,7 @@ def test_all_of_it_on_a_small_model(tmp_path):
     assert ends == [ends[0]] * 3
     result = json.loads(out.read_text())
     assert result["commit"]
-    assert result["settings"]["grpo"]["rollout"]["num_samples_per_prompt"] == 3
+    assert result["settings"]["grpo"]["rollout"]["num_samples_per_prompt"] == 2
     assert set(result["runs"]) == set(result["seconds_to_final_accuracy"]) == {WHOLE, SLICED}
     for run in result["runs"].values():
         assert [each["step"] for each in run["steps"]] == list(range(1, 7))

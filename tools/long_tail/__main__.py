@@ -1,8 +1,8 @@
 """`make demo-long-tail`: accuracy against time with long-tailed responses, drawn whole and in four slices.
 
 A real model learns a task (tools/long_tail/task.py) by SFT and then twice by GRPO: with the same seed, prompts and
-number of steps, and with `rollout.slices` 1 and 4. Every step has one prompt in sixteen whose answer is close to the
-limit, as a step of hundreds of samples has with lengths as they come. Goes on where it was stopped: what has finished
+number of steps, and with `rollout.slices` 1 and 4. Of the 24 prompts of every step one has an answer close to the
+limit, as in a step of hundreds of samples with lengths as they come. Goes on where it was stopped: what has finished
 is not run again. Writes benchmarks/results/long_tail.json.
 """
 

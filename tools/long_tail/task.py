@@ -1,9 +1,9 @@
 """A task whose answers are long-tailed, and whose lengths follow from the prompt: count, and star some numbers.
 
-    Count from 36 to 42. Star numbers that end in 1, 5 or 8.   ->   36 37 38* 39 40 41* 42
+    Count with stars from 36 to 42.   ->   36 37 38* 39 40 41* 42
 
-Fifteen of sixteen prompts ask for 3 to 18 numbers (10 to 80 tokens), one asks for 125 to 160 (530 to 690). The answers
-that SFT learns forget many stars; GRPO has to learn that none is forgotten.
+Numbers that end in 1, 5 or 8 get a star. Of 24 prompts 23 ask for 3 to 18 numbers (10 to 80 tokens), one asks for 185
+to 215 (790 to 930). The answers that SFT learns forget some stars; GRPO has to learn that none is forgotten.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tools.demo_chat.make_data import write_lines
 
 SYSTEM = {"role": "system", "content": "Count."}
 """Shorter than the one that the chat template writes where there is none."""
-SIZES = {"sft": 480, "short": 480, "long": 40, "validation": 128, "test": 16}
+SIZES = {"sft": 640, "short": 800, "long": 40, "validation": 192, "test": 16}
 """Records by file. `short` and `long` are GRPO's prompts, `validation` is short ones, `test` long ones."""
-SFT_LONG = 20
+SFT_LONG = 40
 """One of this many answers of SFT is long."""
-FORGOTTEN = {1: 0.2, 5: 0.4, 8: 0.6}
+FORGOTTEN = {1: 0.1, 5: 0.3, 8: 0.5}
 """Last digits of the numbers that get a star, and the chance that an answer that SFT learns forgets it."""
 
 
@@ -35,7 +35,7 @@ class Task:
     last: int
 
     def prompt(self) -> str:
-        return f"Count from {self.first} to {self.last}. Star numbers that end in 1, 5 or 8."
+        return f"Count with stars from {self.first} to {self.last}."
 
     def items(self, draw: random.Random | None = None) -> list[str]:
         """Those of the right answer; with `draw` some stars are forgotten."""
@@ -50,7 +50,7 @@ class Task:
 def draw_task(draw: random.Random, *, long: bool) -> Task:
     """A short or a long one."""
     first = draw.randint(100, 300) if long else draw.randint(10, 300)
-    count = draw.randint(125, 160) if long else min(max(3, round(draw.lognormvariate(1.9, 0.5))), 18)
+    count = draw.randint(185, 215) if long else min(max(3, round(draw.lognormvariate(1.9, 0.5))), 18)
     return Task(first=first, last=first + count - 1)
 
 
