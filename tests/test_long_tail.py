@@ -28,7 +28,7 @@ from tools.long_tail.task import FORGOTTEN, SIZES, Task, make, right, share
 
 FIELDS = {"first": 36, "last": 41}
 SMALL = [
-    *("sft:train.num_steps=1", "sft:train.mini_batch_samples=2"),
+    *("sft:train.num_steps=2", "sft:train.mini_batch_samples=2", "sft:actor.optim.warmup_steps=1"),
     *("grpo:train.num_steps=6", "grpo:rollout.max_response_tokens=12", "grpo:eval.every=3"),
     *("grpo:train.prompts_per_step=4", "grpo:train.mini_batch_samples=8", "grpo:eval.max_samples=4"),
     "grpo:rollout.logprob_gap.p999=1",

@@ -127,7 +127,7 @@ def _stage_of(override: str) -> str:
 
 def result_of(runner: Runner, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All that is written."""
-    commits = runner.commits(lambda run: run in SLICES)
+    commits = runner.commits((SFT.name, *SLICES).__contains__)
     runs = {run: {"slices": slices, **course(runner.root / run)} for run, slices in SLICES.items()}
     about = machine(COMMAND, commit=", ".join(commits))
     return {**about, "settings": settings, **compare(runs, WHOLE, SLICED), "runs": runs}
