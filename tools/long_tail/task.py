@@ -67,7 +67,7 @@ def make(out: Path, seed: int, sizes: Mapping[str, int] = SIZES) -> None:
     the same bytes."""
     draw, seen = random.Random(f"long-tail {seed}"), set[Task]()
     for name, size in sizes.items():
-        tasks = []
+        tasks: list[Task] = []
         while len(tasks) < size:
             of_sft = name == "sft" and len(tasks) % SFT_LONG == SFT_LONG - 1
             task = draw_task(draw, long=of_sft or name in ("long", "test"))
