@@ -19,8 +19,8 @@ from tools.demo_chat.make_data import write_lines
 
 SYSTEM = {"role": "system", "content": "Count."}
 """Shorter than the one that the chat template writes where there is none."""
-SIZES = {"sft": 640, "short": 800, "long": 40, "validation": 192, "test": 16}
-"""Records by file. `short` and `long` are GRPO's prompts, `validation` is short ones, `test` long ones."""
+SIZES = {"sft": 640, "short": 800, "long": 40, "test": 192}
+"""Records by file. `short` and `long` are GRPO's prompts. `test` is short ones: they are drawn in seconds."""
 SFT_LONG = 40
 """One of this many answers of SFT is long."""
 FORGOTTEN = {1: 0.1, 5: 0.3, 8: 0.5}
@@ -70,7 +70,7 @@ def make(out: Path, seed: int, sizes: Mapping[str, int] = SIZES) -> None:
         tasks: list[Task] = []
         while len(tasks) < size:
             of_sft = name == "sft" and len(tasks) % SFT_LONG == SFT_LONG - 1
-            task = draw_task(draw, long=of_sft or name in ("long", "test"))
+            task = draw_task(draw, long=of_sft or name == "long")
             if task not in seen:
                 seen.add(task)
                 tasks.append(task)
