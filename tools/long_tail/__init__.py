@@ -1,0 +1,1 @@
+"""Accuracy against time with long-tailed responses, drawn whole and in slices."""
