@@ -32,14 +32,24 @@ from megarlhf.weights.checkpoint.dtype import resolve_dtype
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def round_seconds(request: Request) -> float:
-    """Seconds of the slowest engine in a step after the first ones.
+ROUNDS = 4
+"""Steps whose rollouts are estimated: the longest response differs between them."""
+
+
+def round_seconds(request: Request, rounds: int = ROUNDS) -> float:
+    """Seconds of the slowest engine in a step after the first ones, the mean over some steps.
 
     Raises: ValueError where the cache does not hold the longest sequence.
     """
+    first = SliceRule.of(request.cfg.rollout).lag
+    return fmean(_seconds_of(request, version) for version in range(first, first + rounds))
+
+
+def _seconds_of(request: Request, version: int) -> float:
+    """Seconds of the slowest engine with one version of the weights."""
     cfg = request.cfg
     shape, cache_bytes = _engine(request)
-    prompts, parts, drawn = zip(*_rows(request), strict=True)
+    prompts, parts, drawn = zip(*_rows(request, version), strict=True)
     seen = SeenLengths()
     seen.record([torch.zeros(1)], [round(fmean(sum(stretches) for stretches in drawn))])
     work, _ = deal(prompts, parts, drawn, cfg.rollout.balance, request.world_size // len(shape.ranks), seen)
@@ -69,7 +79,7 @@ def _engine(request: Request) -> tuple[EngineShape, int]:
     return shape, max(0, int(request.device_bytes * rollout.vllm.gpu_memory_utilization) - own)
 
 
-def _rows(request: Request) -> Iterator[tuple[Tensor, ResponsePart, StretchLengths]]:
+def _rows(request: Request, version: int) -> Iterator[tuple[Tensor, ResponsePart, StretchLengths]]:
     """Rows that one version of the weights draws: prompt with earlier parts, the part, and what is drawn of it."""
     cfg, rule = request.cfg, SliceRule.of(request.cfg.rollout)
     longest, per_prompt = cfg.rollout.max_response_tokens, cfg.rollout.num_samples_per_prompt
@@ -77,7 +87,6 @@ def _rows(request: Request) -> Iterator[tuple[Tensor, ResponsePart, StretchLengt
     talks = conversation_lengths(cfg, turns=request.turns, sampled=sampled, observed=request.observed_lengths)
     draws, sampling = SampleDraws(sampled, talks), Sampling(max_tokens=longest, end_ids=())
     prompt_lengths = request.prompt_lengths or Constant(max(1, cfg.data.max_prompt_tokens // 2))
-    version = rule.lag
     for step in rule.steps(version, version + rule.lag + 1):
         for n in range(cfg.prompts_drawn * per_prompt):
             number = step * cfg.prompts_drawn + n // per_prompt
