@@ -117,6 +117,6 @@ def test_facts_of_a_rank():
         step=1, phase="train/actor", start=0, peak=63, end=0, host_peak=0, by_kind=kinds, largest=[], curve=[]
     )
     arch = SimpleNamespace(num_heads=64, num_kv_heads=4, head_dim=128, hidden_size=8192, norm="rms")
-    facts = facts_of(Reached(3, 1, 1), 9, peak, arch, tp=8, tokens=100, layers="te", engine_tp=8)
+    facts = facts_of(Reached(3, 1, 1), 9, peak, arch, tp=8, tokens=100, layers="te")
     assert (facts.groups, facts.near_peers, facts.far_groups, facts.memberships) == (3, 1, 1, 9)
     assert (facts.passing_bytes, facts.heads, facts.kv_heads, facts.tokens) == (8, 8, 1, 100)
