@@ -24,8 +24,8 @@ from megarlhf.rollouts import Rollouts
 
 CHUNKS_PER_ENGINE = 4
 """Least number of chunks per engine. With fewer prompts, the samples of a prompt are divided."""
-FIRST_PART = 2
-"""Engines begin with 1 / FIRST_PART of all chunks under `on_demand`. The rest is large enough to level out engines of
+FIRST_SHARE = 0.75
+"""Engines begin with this share of all chunks under `on_demand`. The rest is large enough to level out engines of
 equal speed."""
 
 
@@ -137,7 +137,7 @@ def assign(balance: Balance, chunks: Sequence[PromptChunk], num_engines: int) ->
     rows = sorted(row for chunk in chunks for row in chunk.rows)
     if balance == "fixed" or num_engines == 1:
         return EngineAssignment([[rows[n] for n in share] for share in split_evenly(len(rows), num_engines)])
-    num_first = len(chunks) if balance == "length" else len(chunks) // (FIRST_PART * num_engines) * num_engines
+    num_first = len(chunks) if balance == "length" else int(len(chunks) * FIRST_SHARE) // num_engines * num_engines
     first: list[list[int]] = [[] for _ in range(num_engines)]
     by_work = [(0.0, engine) for engine in range(num_engines)]
     for chunk in chunks[:num_first]:

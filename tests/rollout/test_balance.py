@@ -78,10 +78,10 @@ def test_the_longest_first_to_the_engine_with_the_least():
     assert assign("length", chunks(9, 5, 4, 3, 2, 1), 2) == EngineAssignment([[0, 3], [1, 2, 4, 5]], [], 3)
 
 
-def test_on_demand_engines_begin_with_half_and_the_rest_waits():
-    """Nine chunks for two engines: four are assigned, five are queued."""
+def test_on_demand_engines_begin_with_three_quarters_and_the_rest_waits():
+    """Nine chunks for two engines: six are assigned, three are queued."""
     assignment = assign("on_demand", chunks(9, 8, 7, 6, 5, 4, 3, 2, 1), 2)
-    assert assignment == EngineAssignment([[0, 3], [1, 2]], [(4,), (5,), (6,), (7,), (8,)], 5)
+    assert assignment == EngineAssignment([[0, 3, 4], [1, 2, 5]], [(6,), (7,), (8,)], 5)
     assert assign("on_demand", chunks(2, 1), 2) == EngineAssignment([[], []], [(0,), (1,)], 1)
     assert assign("on_demand", [], 2) == EngineAssignment([[], []], [], 0)
 
