@@ -40,7 +40,7 @@ class Case:
     """Tokens of a response, lognormal."""
     overrides: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
-    """What is best for whole responses, beside `rollout.slices=1`: overrides."""
+    """Overrides for the engine with which responses were drawn whole, beside `rollout.slices=1`."""
     ranks: str | None = None
     """Of large jobs one whole pipeline; None: one of each kind."""
 
