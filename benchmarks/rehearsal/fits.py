@@ -40,7 +40,7 @@ class Case:
     """Tokens of a response, lognormal."""
     overrides: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
-    """Overrides for the engine with which responses were drawn whole, beside `rollout.slices=1`."""
+    """Overrides for another engine that may be better for whole responses: the one that the file had before slices."""
     ranks: str | None = None
     """Of large jobs one whole pipeline; None: one of each kind."""
 

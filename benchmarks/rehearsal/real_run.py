@@ -126,7 +126,6 @@ def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: in
         prompt_tokens,
         lengths=job.response_lengths,
         memory=EngineBudget(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
-        on_rollout=lambda num_samples: None,
         estimate=lambda work, shape, cache_bytes: stated_tokens(work)[1],  # as the job states its speed
         on_refusal=refused,
     )

@@ -79,8 +79,6 @@ class Rank:
         self.assumptions = Assumptions()
         self.mode = FakeDevice(self.device, self.ledger, self.wire, self.assumptions, self.meter)
         self.meter.values = self.mode.known.twin
-        self._num_samples = 0
-        """Number of samples in the last rollout of whole ones."""
         self._created = torch_patches.count_groups()
         self._loads: dict[str, list[RankLoad]] = {}
         self._tokens: Counter[tuple[int, str]] = Counter()
@@ -171,7 +169,7 @@ class Rank:
     ) -> RolloutEngine:
         job = self.job
         if job.bare_engine or not engine_of(rollout).has_own_weights:
-            return GivenResponses(actor, job.response_lengths, self._set_num_samples, job.conversations)
+            return GivenResponses(actor, job.response_lengths, job.conversations)
         return RehearsedEngine(
             rollout,
             actor,
@@ -179,7 +177,6 @@ class Rank:
             max_prompt_tokens,
             lengths=job.response_lengths,
             memory=self._engine_memory(actor, rollout.tp(actor.section)),
-            on_rollout=self._set_num_samples,
             estimate=self._estimate,
             on_refusal=self._refusals.append,
             conversations=job.conversations,
@@ -205,18 +202,6 @@ class Rank:
             held_bytes=lambda: self.ledger.total,
         )
 
-    def _set_num_samples(self, num_samples: int | None) -> None:
-        self._num_samples = num_samples or self._num_samples
-
-    def _gathered(self, mine: Any) -> list[Any] | None:
-        """What all ranks hand in: of the last samples, of those of a step, or of a greedy response to each prompt."""
-        cfg: Any = self.job.cfg
-        totals = [self._num_samples]
-        if self.job.command == "rl":
-            prompts = cfg.prompts_drawn, cfg.train.prompts_per_step
-            totals += [number * each for each in (cfg.rollout.num_samples_per_prompt, 1) for number in prompts]
-        return gathered(mine, totals, self.job.rank, self.job.world_size)
-
     def _estimate(self, work: RolloutWork, shape: EngineShape, cache_bytes: int) -> Sequence[int]:
         """Let every rank wait for the slowest engine. Returns the engine that takes each piece of the queue."""
         job, rollout = self.job, self.job.cfg.rollout  # type: ignore[attr-defined]
@@ -240,7 +225,7 @@ class Rank:
             scalar=self.mode.scalar,
             address=self.mode.address,
             reducing=lambda operation: setattr(self.mode, "reducing", operation),
-            gathered=self._gathered,
+            gathered=lambda mine: gathered(mine, self.job.world_size),
             scattered=lambda: EMPTY_BANK,
             launched=self._count_kernel,
             attention=None,

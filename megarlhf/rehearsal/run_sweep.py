@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,6 +25,9 @@ from megarlhf.rehearsal.sweep import Axis, Sweep, Variant, best_first, least_byt
 from megarlhf.rollout.engines import engine_of
 
 GIB = 2**30
+CLEARLY = 1.1
+"""Ratio of the estimated seconds of two rollouts that lets a sweep leave out the slower one. Estimates of the same
+engine differ by some percent between steps."""
 
 
 def run_sweep(
@@ -35,7 +39,7 @@ def run_sweep(
     """Every combination of values: refused, too large by its parameters alone, or rehearsed.
 
     Of combinations that differ in the engine alone, those with the fastest rollout are rehearsed first, and after one
-    that runs the others are left out as slower.
+    that runs those are left out whose rollout takes clearly longer.
 
     Raises: ValueError for an unknown key, and where no combination can run, before anything is rehearsed.
     """
@@ -56,9 +60,10 @@ def run_sweep(
             f"--sweep: none of {len(sweep.illegal)} combinations can run; the first, {' '.join(overrides)}: {why}"
         )
     done = []
-    quickest_of: dict[str, Variant] = {}
+    fastest: dict[str, float] = {}
+    """Seconds of the rollout of the first variant that runs, by the trainer's part."""
     for number, (seconds, trainer, variant, request) in enumerate(_fastest_rollout_first(candidates, sweep), 1):
-        if trainer in quickest_of:
+        if seconds > CLEARLY * fastest.get(trainer, math.inf):
             sweep.slower.append((variant.overrides, seconds))
             continue
         with show_progress() as on_progress:
@@ -71,7 +76,7 @@ def run_sweep(
                 sweep.failed.append((variant.overrides, str(error)))
             else:
                 if done[-1][1].runs and seconds:
-                    quickest_of[trainer] = variant
+                    fastest.setdefault(trainer, seconds)
     sweep.done = best_first(done)
     return sweep
 
@@ -139,8 +144,8 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     if sweep.slower:
         overrides, seconds = sweep.slower[0]
         console.print(
-            f"{len(sweep.slower)} left out, which differ in the engine alone from one that runs and is faster, such as "
-            f"{' '.join(overrides)} with a rollout of {seconds:.1f} s",
+            f"{len(sweep.slower)} left out, which differ in the engine alone from one that runs, and whose rollout is "
+            f"estimated to take over {CLEARLY:g} times as long, such as {' '.join(overrides)} with {seconds:.1f} s",
             highlight=False,
             markup=False,
         )

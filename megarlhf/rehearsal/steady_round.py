@@ -25,7 +25,7 @@ from megarlhf.rehearsal.fakes.engine import forward_bytes
 from megarlhf.rehearsal.fakes.lengths import Constant
 from megarlhf.rehearsal.request import Request
 from megarlhf.rollout.balance import SeenLengths
-from megarlhf.rollout.responses import ResponsePart, Sampling, sample_seed
+from megarlhf.rollout.responses import IndexEntry, ResponsePart, Sampling, sample_seed
 from megarlhf.rollout.slices import SliceRule
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
@@ -51,7 +51,7 @@ def _seconds_of(request: Request, version: int) -> float:
     shape, cache_bytes = _engine(request)
     prompts, parts, drawn = zip(*_rows(request, version), strict=True)
     seen = SeenLengths()
-    seen.record([torch.zeros(1)], [round(fmean(sum(stretches) for stretches in drawn))])
+    seen.record(*_seen(request))
     work, _ = deal(prompts, parts, drawn, cfg.rollout.balance, request.world_size // len(shape.ranks), seen)
     row, _ = estimate(
         work,
@@ -79,24 +79,47 @@ def _engine(request: Request) -> tuple[EngineShape, int]:
     return shape, max(0, int(request.device_bytes * rollout.vllm.gpu_memory_utilization) - own)
 
 
+class _Samples:
+    """Samples of a request, of drawn lengths."""
+
+    def __init__(self, request: Request) -> None:
+        cfg = request.cfg
+        self._cfg, self._longest = cfg, cfg.rollout.max_response_tokens
+        sampled = request.response_lengths or default_sampled(self._longest, cfg.environment)
+        self._talks = conversation_lengths(cfg, turns=request.turns, sampled=sampled, observed=request.observed_lengths)
+        self._draws = SampleDraws(sampled, self._talks)
+
+    def draw(self, step: int, sample: int, part: ResponsePart, version: int) -> IndexEntry:
+        """Facts of a sample, or of a part of it."""
+        seed, sampling = sample_seed(self._cfg.run.seed, step, sample), Sampling(max_tokens=self._longest, end_ids=())
+        with_environment = self._talks is not None
+        (entry,) = self._draws.index([seed], [part], sampling, version, with_environment=with_environment)
+        return entry
+
+
+def _seen(request: Request) -> tuple[list[Tensor], list[int]]:
+    """A prompt and the mean length of a step's whole samples, which engines have seen in earlier steps."""
+    cfg, samples = request.cfg, _Samples(request)
+    whole = ResponsePart((), cfg.rollout.max_response_tokens)
+    entries = [samples.draw(0, n, whole, 0) for n in range(cfg.prompts_drawn * cfg.rollout.num_samples_per_prompt)]
+    return [torch.zeros(1)], [round(fmean(sum(entry.stretches) or entry.length for entry in entries))]
+
+
 def _rows(request: Request, version: int) -> Iterator[tuple[Tensor, ResponsePart, StretchLengths]]:
     """Rows that one version of the weights draws: prompt with earlier parts, the part, and what is drawn of it."""
-    cfg, rule = request.cfg, SliceRule.of(request.cfg.rollout)
-    longest, per_prompt = cfg.rollout.max_response_tokens, cfg.rollout.num_samples_per_prompt
-    sampled = request.response_lengths or default_sampled(longest, cfg.environment)
-    talks = conversation_lengths(cfg, turns=request.turns, sampled=sampled, observed=request.observed_lengths)
-    draws, sampling = SampleDraws(sampled, talks), Sampling(max_tokens=longest, end_ids=())
+    cfg, rule, samples = request.cfg, SliceRule.of(request.cfg.rollout), _Samples(request)
+    per_prompt = cfg.rollout.num_samples_per_prompt
     prompt_lengths = request.prompt_lengths or Constant(max(1, cfg.data.max_prompt_tokens // 2))
     for step in rule.steps(version, version + rule.lag + 1):
         for n in range(cfg.prompts_drawn * per_prompt):
             number = step * cfg.prompts_drawn + n // per_prompt
-            seed, so_far, over = sample_seed(cfg.run.seed, step, n), 0, False
+            so_far, over = 0, False
             for at in range(version + 1):
                 until = rule.until(step, at)
                 if over or until <= so_far:
                     continue
                 part = ResponsePart(range(so_far), until)
-                (entry,) = draws.index([seed], [part], sampling, at, with_environment=talks is not None)
+                entry = samples.draw(step, n, part, at)
                 over = entry.finished or (entry.dialogue is not None and entry.dialogue.is_over)
                 if at == version:
                     prompt = torch.full((min(prompt_lengths.draw(3 * number), cfg.data.max_prompt_tokens),), number)

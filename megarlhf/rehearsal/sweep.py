@@ -47,7 +47,8 @@ class Sweep:
     too_large: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     """(overrides, bytes of parameters, gradients and optimizer on the fullest rank)"""
     slower: list[tuple[tuple[str, ...], float]] = field(default_factory=list)
-    """(overrides, seconds of the rollout): they differ from one that runs in the engine alone, and are slower."""
+    """(overrides, estimated seconds of the rollout): they differ from one that runs in the engine alone, and their
+    rollout takes clearly longer."""
     failed: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """(overrides, the program's error)"""
 
@@ -183,9 +184,13 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
 
 
 def trainer_of(cfg: Any) -> str:
-    """A configuration without what only the engine reads. The training of two with equal texts takes equally long."""
-    rollout = cfg.rollout.model_copy(update={"slices": 1, "parallel": None, "vllm": None, "balance": None})
-    return str(cfg.model_copy(update={"rollout": rollout}))
+    """A configuration without what decides the time of rollouts. Steps of two with equal texts differ in nothing else
+    that takes long: with slices a trainer also compares a few responses, and weighs tokens."""
+    rollout = cfg.rollout
+    args = {name: value for name, value in rollout.vllm.args.items() if name != "max_num_seqs"}
+    vllm = rollout.vllm.model_copy(update={"gpu_memory_utilization": 0, "cpu_cache_gib": 0, "args": args})
+    engine = {"slices": 1, "parallel": None, "vllm": vllm, "balance": None}
+    return str(cfg.model_copy(update={"rollout": rollout.model_copy(update=engine)}))
 
 
 def best_first(done: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:

@@ -45,13 +45,12 @@ def test_dynamic_sampling(way, tmp_path) -> None:
 
 
 def test_greedy_responses_in_slices(tmp_path) -> None:
-    """ReMax on two ranks: rewards of 8 samples, and of 4 greedy responses, to which only the step's own samples count
-    as trained tokens."""
+    """ReMax on eight ranks: rewards of 8 samples, and of 4 greedy responses, of which the last rank has none."""
     tree = job_tree("rl", tmp_path)
     del tree["reward_model"], tree["critic"]
     tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "remax"}}
     tree["rollout"] |= {"slices": 2}
-    options = ("--steps", "1", "--world-size", "2", "--workers", "1", "--ranks", "0")
+    options = ("--steps", "1", "--world-size", "8", "--workers", "1", "--ranks", "7")
     options += ("--prompt-lengths", "constant:9", "--response-lengths", "constant:20")
     done = run_command("rl", write_job("rl", tmp_path, tree), tmp_path / "out", *options)
     assert (done.status, done.json()["faults"]) == (0, [])

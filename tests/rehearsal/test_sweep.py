@@ -122,15 +122,15 @@ def swept_engines(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer)
 
 
 def test_of_engines_the_fastest_is_rehearsed(tmp_path, monkeypatch, capsys) -> None:
-    """Four slices wait least. Both shares hold all responses, so the first is taken; the third share has no room. One
-    rehearsal is enough for each layout of the trainer."""
+    """Four slices wait least, with either of the shares that hold all responses; the third has no room. The others take
+    clearly longer."""
     asked, said = swept_engines(tmp_path, monkeypatch, lambda request: a_result(1))
-    assert asked == [(4, 0.1, 1), (4, 0.1, 2)]
-    assert len(said["slower"]) == 2 * 5
+    assert sorted(asked) == [(4, share, stages) for share in (0.1, 0.2) for stages in (1, 2)]
+    assert len(said["slower"]) == 2 * 4
     assert {each["overrides"][1] for each in said["illegal"]} == {"rollout.vllm.gpu_memory_utilization=0.001"}
     seconds = {each["overrides"][0]: each["rollout s"] for each in said["slower"]}
-    assert seconds["rollout.slices=4"] < seconds["rollout.slices=2"] < seconds["rollout.slices=1"]
-    assert "10 left out, which differ in the engine alone" in capsys.readouterr().out
+    assert seconds["rollout.slices=2"] < seconds["rollout.slices=1"]
+    assert "8 left out, which differ in the engine alone" in capsys.readouterr().out
 
 
 def test_the_next_engine_is_rehearsed_where_the_fastest_does_not_fit(tmp_path, monkeypatch) -> None:
@@ -139,20 +139,22 @@ def test_the_next_engine_is_rehearsed_where_the_fastest_does_not_fit(tmp_path, m
         return a_result(1) if fits else too_small(a_result(1), 10)
 
     asked, said = swept_engines(tmp_path, monkeypatch, answer)
-    assert [slices for slices, _, stages in asked if stages == 1] == [4, 4, 2]
-    assert len(said["slower"]) == 2 * 3
+    assert [slices for slices, _, stages in asked if stages == 1] == [4, 4, 2, 2]
+    assert len(said["slower"]) == 2 * 2
 
 
-@pytest.mark.parametrize("slices", [1, 3])
-def test_a_round_without_a_rehearsal_takes_as_long(slices, tmp_path) -> None:
-    """The same samples, dealt to one engine, at the same version of the weights."""
+@pytest.mark.parametrize("slices, engines, most_off", [(1, 1, 1e-9), (3, 1, 1e-9), (3, 2, 0.05)])
+def test_a_round_without_a_rehearsal_takes_as_long(slices, engines, most_off, tmp_path) -> None:
+    """The same samples of 60 prompts of one length, at the same version of the weights. Several engines may get others,
+    since they have seen other lengths before."""
     tree = job_tree("rl", tmp_path)
+    tree["train"] |= {"prompts_per_step": 60, "mini_batch_samples": 120}
     tree["rollout"] |= {"slices": slices, "vllm": {"gpu_memory_utilization": 0.02}}
     del tree["reward_model"]["parallel"]
     tree["train"]["num_steps"] = 9
-    request = request_of("rl", tree, tmp_path, world_size=1, steps=slices, prompt_lengths=Constant(20))
+    request = request_of("rl", tree, tmp_path, world_size=engines, steps=slices, prompt_lengths=Constant(20))
     (record,) = records_of(request, tmp_path / "standing_in", 0)
-    assert round_seconds(request, rounds=1) == pytest.approx(record.rollouts[-1].slowest, rel=1e-9)
+    assert round_seconds(request, rounds=1) == pytest.approx(record.rollouts[-1].slowest, rel=most_off)
 
 
 def test_the_order() -> None:

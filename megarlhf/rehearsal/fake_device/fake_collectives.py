@@ -6,7 +6,6 @@ shares of samples: each rank has its own, and their sizes may differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -14,23 +13,22 @@ from megarlhf.layout import split_evenly
 from megarlhf.rollout.rewards.batch import RewardResult
 
 
-def gathered(mine: Any, totals: Sequence[int], rank: int, world_size: int) -> list[Any] | None:
+def gathered(mine: Any, world_size: int) -> list[Any] | None:
     """Objects that `all_gather_object` returns from each rank; None if they equal this rank's.
 
-    totals: numbers of samples that may be rewarded now, of which each rank has a share. The first of which this rank
-            would have as many as it has is taken.
+    mine: outcomes of this rank's samples, and the number of all samples (`rollout/rewards/score.py`), of which each
+          rank has a share; or anything else
     """
     if isinstance(mine, tuple) and len(mine) == 2 and isinstance(mine[0], list) and _are_outcomes(*mine):
         outcomes = mine[0] or [RewardResult(value=1.0)]
-        splits = ([*map(len, split_evenly(total, world_size))] for total in totals)
-        shares = next(shares for shares in splits if shares[rank] == mine[1])
+        shares = map(len, split_evenly(mine[1], world_size))
         # Each its own object: pickle writes one that comes again as a reference, which is shorter.
-        return [([deepcopy(outcomes[n % len(outcomes)]) for n in range(share)], share) for share in shares]
+        return [([deepcopy(outcomes[n % len(outcomes)]) for n in range(share)], mine[1]) for share in shares]
     return None
 
 
 def _are_outcomes(outcomes: list[Any], count: Any) -> bool:
-    return type(count) is int and count == len(outcomes) and all(isinstance(x, RewardResult) for x in outcomes)
+    return type(count) is int and count >= max(1, len(outcomes)) and all(isinstance(x, RewardResult) for x in outcomes)
 
 
 EMPTY_BANK: Any = (0, 0, {}, {})

@@ -89,7 +89,6 @@ class RehearsedEngine(VllmEngine):
         *,
         lengths: Lengths,
         memory: EngineBudget,
-        on_rollout: Callable[[int | None], None],
         estimate: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
         on_refusal: Callable[[str], None],
         conversations: ConversationLengths | None = None,
@@ -100,13 +99,12 @@ class RehearsedEngine(VllmEngine):
 
         Callbacks:
 
-        on_rollout: gets the number of samples of each rollout; None for one of slices, after which a step's are whole.
         estimate:   gets the work of all engines, and the shape and cache bytes of this rank's; returns the engine that
                     takes each piece of the queue.
         on_refusal: gets the reason why vLLM would not start. The rehearsal goes on with a cache for one sequence.
         """
         self._draws, self._memory = SampleDraws(lengths, conversations), memory
-        self._on_rollout, self._estimate, self._refuse = on_rollout, estimate, on_refusal
+        self._estimate, self._refuse = estimate, on_refusal
         self._cache_bytes = 0
         super().__init__(rollout, actor, dtype, max_prompt_tokens)
 
@@ -194,7 +192,6 @@ class RehearsedEngine(VllmEngine):
         self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
         given = parts_of(parts, len(prompts), sampling)
-        self._on_rollout(whole_samples(given, sampling))
         talks = conversations is not None
         index = self._draws.index(seeds, given, sampling, self._version, with_environment=talks)
         drawn = [drawn_stretches(entry, part) for entry, part in zip(index, given, strict=True)]
@@ -220,11 +217,10 @@ class GivenResponses(MegatronEngine):
         self,
         actor: Role,
         lengths: Lengths,
-        on_rollout: Callable[[int | None], None] = lambda num_samples: None,
         conversations: ConversationLengths | None = None,
     ) -> None:
         super().__init__(actor.shard, 1, actor.parts)
-        self._runtime, self._on_rollout = actor.mesh.runtime, on_rollout
+        self._runtime = actor.mesh.runtime
         self._draws = SampleDraws(lengths, conversations)
 
     def generate(
@@ -240,16 +236,10 @@ class GivenResponses(MegatronEngine):
     ) -> Rollouts:
         self._parts.to_compute()
         given = parts_of(parts, len(prompts), sampling)
-        self._on_rollout(whole_samples(given, sampling))
         talks = conversations is not None
         index = self._draws.index(seeds, given, sampling, self.weight_version, with_environment=talks)
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, index, self._runtime)
-
-
-def whole_samples(parts: Sequence[ResponsePart], sampling: Sampling) -> int | None:
-    """Number of samples, if all of them are drawn whole."""
-    return len(parts) if all(part.max_tokens == sampling.max_tokens for part in parts) else None
 
 
 def given_responses(shares: Mapping[int, Sequence[int]], entries: Sequence[IndexEntry], runtime: Runtime) -> Rollouts:

@@ -292,8 +292,13 @@ def _held_out(cfg: AnyConfig) -> list[str]:
     return [f"{what} is left out: memory and time of evaluations are not included."]
 
 
-def _text(tokens: int, seed: int) -> str:
-    return "".join(LETTERS[(seed + k) % len(LETTERS)] for k in range(max(1, tokens)))
+def _text(tokens: int, number: int) -> str:
+    """Text of so many letters. It begins with the number in letters: equal prompts would be computed once."""
+    digits, rest = "", number
+    while rest or not digits:
+        rest, digit = divmod(rest, len(LETTERS))
+        digits += LETTERS[digit]
+    return "".join([*digits, *(LETTERS[(number + k) % len(LETTERS)] for k in range(tokens))])[: max(1, tokens)]
 
 
 def _rewards(rewards: Sequence[RewardConfig], tree: dict[str, Any]) -> list[str]:

@@ -214,6 +214,7 @@ def gather_rewards(
     name: str,
     pending: PendingBatch,
     local_batch: RewardBatch,
+    num_samples: int,
     *,
     drop_failures: bool = False,
     local: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -221,6 +222,7 @@ def gather_rewards(
 ) -> list[RewardResult]:
     """Results of all samples of the step, on every rank. Collective.
 
+    num_samples: samples of all ranks together
     local: entered while this rank waits for its own share (`Phases.local`)
     should_stop: asked on this rank while it waits
     drop_failures: return failed results instead of raising
@@ -236,10 +238,10 @@ def gather_rewards(
         if result.error:
             local_results[n] = replace(result, error=f"{_describe_sample(name, local_batch, n)} {result.error}")
     parts: list[tuple[list[RewardResult], int]] = [([], 0)] * dist.get_world_size()
-    dist.all_gather_object(parts, (local_results, len(local_batch)))
+    dist.all_gather_object(parts, (local_results, num_samples))
     results = [result for part, _ in parts for result in part]
-    if len(results) < (expected := sum(count for _, count in parts)):
-        raise Interrupted(f"a reward was asked to stop with {len(results)} of {expected} samples done")
+    if len(results) < num_samples:
+        raise Interrupted(f"a reward was asked to stop with {len(results)} of {num_samples} samples done")
     failed = next((result for result in results if result.error), None)
     if failed is not None and not drop_failures:
         if failed.late:

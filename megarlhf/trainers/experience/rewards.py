@@ -303,6 +303,7 @@ class PendingRewards:
                 label,
                 self.pending[label],
                 self.batch,
+                self.experience.num_samples,
                 drop_failures=reward.on_failure == "drop",
                 local=rewarder._phases.local,
                 should_stop=should_stop,

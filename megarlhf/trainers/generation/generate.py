@@ -130,7 +130,9 @@ def _respond(
         batch = local_reward_batch(prompts, rollouts, data.tokenizer, environment)
         try:
             with phases("reward"):
-                scores = {reward.label: _scores(reward, source, batch, phases) for reward, source in sources}
+                scores = {
+                    reward.label: _scores(reward, source, batch, len(prompts), phases) for reward, source in sources
+                }
                 scores |= {
                     reward.label: environment_output(rollouts, torch.device("cpu"))
                     for reward in cfg.rewards
@@ -153,10 +155,12 @@ def all_rewards(cfg: GenerateConfig | EvaluateConfig) -> list[RewardConfig]:
     return [*cfg.rewards, *([judge] if judge is not None else [])]
 
 
-def _scores(reward: RewardConfig, source: RewardSource, batch: RewardBatch, phases: Phases) -> RewardOutput:
-    """Values of this rank's batch and of the others'. Collective."""
-    drop = reward.on_failure == "drop"
-    results = gather_rewards(reward.label, start_rewards(source, batch), batch, drop_failures=drop, local=phases.local)
+def _scores(
+    reward: RewardConfig, source: RewardSource, batch: RewardBatch, num_samples: int, phases: Phases
+) -> RewardOutput:
+    """Values of this rank's batch and of the others', `num_samples` together. Collective."""
+    drop, pending = reward.on_failure == "drop", start_rewards(source, batch)
+    results = gather_rewards(reward.label, pending, batch, num_samples, drop_failures=drop, local=phases.local)
     values = [math.nan if result.value is None else result.value for result in results]
     failed_N = torch.tensor([bool(result.error) for result in results])
     return RewardOutput(torch.tensor(values, dtype=torch.float64), failed_N)

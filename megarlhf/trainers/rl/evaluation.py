@@ -139,7 +139,8 @@ class Judge:
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
         """Judge responses: [N], NaN without a verdict. Collective."""
         batch = local_reward_batch(prompts, rollouts, self._tokenizer, self._environment)
-        results = gather_rewards(self.label, start_rewards(self._source, batch), batch, should_stop=should_stop)
+        pending = start_rewards(self._source, batch)
+        results = gather_rewards(self.label, pending, batch, len(prompts), should_stop=should_stop)
         return without_failures(reward_output(results, torch.device("cpu")), rollouts).values_N.float()
 
     def close(self) -> None:
