@@ -48,7 +48,7 @@ def test_the_interval_of_the_gain_by_hand():
 
 
 def test_the_difference_of_slices_by_hand():
-    """Differences -.01, 0, .01 of three seeds: mean 0, t of two degrees of freedom at 95% 2.920."""
+    """Differences -.01, 0, .01 of three seeds: mean 0, two-sided t of two degrees of freedom at 90% 2.920."""
 
     def row(test, kl):
         return {"test": test, "kl": kl}

@@ -67,6 +67,11 @@ def rarely_meant(cfg: RLConfig) -> list[str]:
             "algo.dynamic_sampling drops groups of equal rewards, from which algo.advantage = "
             f"{algo.advantage} would learn: it compares no responses within a group"
         )
+    if algo.dynamic_sampling.is_on and any(source.weight is not None for source in cfg.data.train):
+        notes.append(
+            "algo.dynamic_sampling takes further prompts from all of data.train alike, whatever weight their sources "
+            "have: the mixture that is trained on may differ from the weights"
+        )
     if algo.policy_loss == "policy_gradient" and (updates := cfg.updates_per_step) > 1:
         notes.append(
             f"algo.policy_loss = policy_gradient makes {updates} updates from the samples of a step, and has no ratio "

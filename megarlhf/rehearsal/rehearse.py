@@ -214,7 +214,7 @@ class _Rehearsal:
         )
 
     def _margin(self, record: RankRecord, phase: PhaseMemory) -> list[MarginRow]:
-        """Margin of a rank in one phase. Between phases torch's allocator gives back what it keeps for reuse."""
+        """Margin of a rank in one phase. What a phase alone takes is given back before an engine wakes."""
         if self.request.hardware.kind != "gpu":
             return []
         # Only one role's kernels run at a time: those of the trained role that needs most count.

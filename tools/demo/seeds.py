@@ -50,7 +50,7 @@ VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """By name: the demo's stage, and what differs from its configuration."""
 
 SLICES, SAME_STEPS = 3, 40
-SLICED_SEEDS = (0, 1, 2, 3, 4)
+SEEDS, SLICED_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
 _SAME = (f"train.num_steps={SAME_STEPS}", "train.stop.max_kl=null")
 _SLICED = (*_SAME, f"rollout.slices={SLICES}")
 SLICED: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -71,24 +71,26 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every seed; a failing stage ends it with its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--seeds", type=int, nargs="+", help="of the advantages (default: 0 1 2)")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="of the advantages (default: all)")
+    text = "default: both; the advantages, where seeds or variants are given"
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help=text)
     parser.add_argument("--root", type=Path, default=Path("runs/demo-seeds"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
+    parts = options.parts or (PARTS[:1] if options.seeds or options.variants else PARTS)
     found: dict[str, Any] = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     console = make_console()
-    if "advantages" in options.parts:
-        chosen = {name: VARIANTS[name] for name in options.variants}
-        by_seed = {str(seed): run_seed(options.root / str(seed), seed, chosen) for seed in options.seeds}
+    if "advantages" in parts:
+        chosen = {name: VARIANTS[name] for name in options.variants or VARIANTS}
+        by_seed = {str(seed): run_seed(options.root / str(seed), seed, chosen) for seed in options.seeds or SEEDS}
         summary = {name: summary_of(name, by_seed) for name in chosen}
         found |= {"about": about(), "seeds": by_seed, "summary": summary}
         columns = ("sft", "test", "gain", "low", "high", "kl", "steps")
         rows = [[name, *(each[column] for column in columns)] for name, each in summary.items()]
         title = "test accuracy, means over seeds; 95% interval of the gain over SFT"
         console.print(table(title, rows, ("variant", *columns)))
-    if "slices" in options.parts:
+    if "slices" in parts:
         by_seed = {str(seed): run_seed(options.root / str(seed), seed, SLICED) for seed in SLICED_SEEDS}
         differences = {name: difference_of(name, by_seed) for name in ("grpo", "ppo")}
         found["slices"] = {"about": about(), "seeds": by_seed, "differences": differences}

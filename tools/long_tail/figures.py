@@ -37,7 +37,7 @@ def course(run_dir: Path) -> list[dict[str, Any]]:
 def evaluation(eval_dir: Path, step: int, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Accuracy after a step by the figures of `megarlhf eval`, with its 95% interval over prompts."""
     figure = json.loads((eval_dir / "eval.json").read_text())["figures"]["eval_accuracy"]
-    seconds = next((each["seconds"] for each in steps if each["step"] == step), 0.0)
+    seconds = next(each["seconds"] for each in steps if each["step"] == step) if step else 0.0
     return {"step": step, "seconds": seconds, "accuracy": figure["value"], "low": figure["low"], "high": figure["high"]}
 
 

@@ -62,7 +62,7 @@ class Sequences:
     """Sequences to generate: tokens of each prompt, and sampled tokens after it."""
 
     prompts: Sequence[int]
-    """With what earlier weights drew of the response."""
+    """Tokens before those that are drawn now: the prompt's, and what earlier weights drew of the response."""
     responses: Sequence[int]
     conversations: Sequence[StretchLengths] = ()
     """Stretches of each sequence; empty where each is one response."""

@@ -103,7 +103,7 @@ def waits_for_cache(result: Result) -> list[str]:
         return []
     last = result.rollouts[-1]
     share = f"{format_number(last.waited)} of {format_number(last.slowest)} s"
-    hint = "a larger rollout.vllm.gpu_memory_utilization or another rollout.parallel.tp may help"
+    hint = "more memory for engines, another rollout.parallel.tp or fewer rollout.slices may help"
     return [f"Responses wait for room in an engine's cache during {share}: {hint}."]
 
 
