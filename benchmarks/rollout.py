@@ -8,7 +8,7 @@ done.
 fixed               equal numbers of samples
 length              all dealt before, and nothing is known but the mean length: as in the first epoch
 length_known        the same, and how long the responses to each prompt were in the round before: as in later epochs
-on_demand           half dealt before, the rest on demand; nothing known
+on_demand           three quarters dealt before, the rest on demand; nothing known
 on_demand_known     the same, the longest prompts first
 
 Reported of each: its seconds over those of `fixed` in the same round (median, lowest, highest), and which share of its
