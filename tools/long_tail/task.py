@@ -29,7 +29,7 @@ FORGOTTEN = {1: 0.1, 5: 0.3, 8: 0.5}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is asked for. Both ends are included."""
+    """Numbers to count, from the first to the last."""
 
     first: int
     last: int
@@ -38,7 +38,7 @@ class Task:
         return f"Count with stars from {self.first} to {self.last}."
 
     def items(self, draw: random.Random | None = None) -> list[str]:
-        """Those of the right answer; with `draw` some stars are forgotten."""
+        """Items of the right answer; with `draw` some stars are forgotten."""
         return [
             f"{number}*"
             if (chance := FORGOTTEN.get(number % 10)) and (draw is None or draw.random() >= chance)
@@ -48,14 +48,14 @@ class Task:
 
 
 def draw_task(draw: random.Random, *, long: bool) -> Task:
-    """A short or a long one."""
+    """Draw a short or a long task."""
     first = draw.randint(100, 300) if long else draw.randint(10, 300)
     count = draw.randint(185, 215) if long else min(max(3, round(draw.lognormvariate(1.9, 0.5))), 18)
     return Task(first=first, last=first + count - 1)
 
 
 def record(task: Task, draw: random.Random | None = None) -> dict[str, Any]:
-    """As `rl` reads it; with `draw` as `sft` does, with an answer in which stars are forgotten."""
+    """Record as `rl` reads it; with `draw` as `sft` does, with an answer in which stars are forgotten."""
     messages = [SYSTEM, {"role": "user", "content": task.prompt()}]
     if draw is not None:
         messages.append({"role": "assistant", "content": " ".join(task.items(draw))})

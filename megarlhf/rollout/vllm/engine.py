@@ -186,7 +186,6 @@ class VllmEngine:
         return self._parameters
 
     def _free_bytes(self) -> int:
-        """Bytes that this rank's device has left."""
         return free_bytes(self._runtime)
 
     def _resharder_from(self, actor: ModelShard) -> Resharder:
