@@ -24,7 +24,7 @@ from tests.command import ROOT, outside_a_run
 from tests.refuses import missing_names, refuses
 from tests.test_demo_chat import SMALL
 from tools.demo_chat import seeds, tables
-from tools.demo_chat.figures import paired
+from tools.demo_chat.figures import of_training, paired
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, SFT, Runner
 from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_memory
@@ -224,6 +224,14 @@ def test_the_page_shows_the_result():
     assert tables.filled(page, tables.load_result(tables.RESULT) or {}) == page, (
         "python -m tools.demo_chat.tables --page writes it"
     )
+
+
+def test_a_step_that_draws_nothing_has_no_gap(tmp_path):
+    """As at the end of a run in slices: the last samples were drawn before."""
+    rows = [{"step": 1, "rollout_logprob_gap_max": 2e-5, "peak_memory_gib": 1.0}, {"step": 2, "peak_memory_gib": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = of_training(tmp_path)
+    assert (found["steps"], found["rollout_logprob_gap_max"], found["peak_memory_gib"]) == (2, 2e-5, 2.0)
 
 
 @pytest.mark.slow

@@ -94,7 +94,9 @@ def of_training(run: Path) -> dict[str, Any]:
     found = {name: rows[-1].get(name) for name in OF_TRAINING}
     return found | {
         "steps": rows[-1]["step"],
-        "rollout_logprob_gap_max": max(row["rollout_logprob_gap_max"] for row in rows if "rollout_logprob_gap_max" in row),
+        "rollout_logprob_gap_max": max(
+            row["rollout_logprob_gap_max"] for row in rows if "rollout_logprob_gap_max" in row
+        ),
         "certificates": sum("seconds_certificate" in row for row in rows),
         "peak_memory_gib": max(row["peak_memory_gib"] for row in rows),
     }
