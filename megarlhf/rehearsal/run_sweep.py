@@ -59,6 +59,8 @@ def run_sweep(
         raise ValueError(
             f"--sweep: none of {len(sweep.illegal)} combinations can run; the first, {' '.join(overrides)}: {why}"
         )
+    if sweep.illegal:
+        print(_such_as(sweep.illegal, "cannot run"), flush=True)
     done = []
     fastest: dict[str, float] = {}
     """Seconds of the rollout of the first variant that runs, by the trainer's part."""
@@ -151,9 +153,13 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
         )
     for left_out, outcome in ((sweep.illegal, "cannot run"), (sweep.failed, "failed")):
         if left_out:
-            overrides, why = left_out[0]
-            line = f"{len(left_out)} {outcome}, such as {' '.join(overrides)}: {why}"
-            console.print(line, highlight=False, markup=False)
+            console.print(_such_as(left_out, outcome), highlight=False, markup=False)
+
+
+def _such_as(left_out: Sequence[tuple[tuple[str, ...], str]], outcome: str) -> str:
+    """Number of combinations that are left out, and why the first one is."""
+    overrides, why = left_out[0]
+    return f"{len(left_out)} {outcome}, such as {' '.join(overrides)}: {why}"
 
 
 def _row(variant: Variant, result: Result) -> tuple[object, ...]:

@@ -144,7 +144,10 @@ class Identity:
                     "they were begun; go on with the former value"
                 )
         if held and manifest["data"] != self.data:
-            problems.append("data.train gives other samples, and responses to the former ones are being drawn")
+            problems.append(
+                "data.train gives other samples, and responses to the former ones are being drawn: bring back the "
+                "former, as run.allow_changes does not help here"
+            )
         return problems
 
     def other_precision(self, manifest: Mapping[str, Any]) -> list[str]:
