@@ -43,7 +43,9 @@ def test_a_sweep(tmp_path, capsys) -> None:
     best = [*said["done"][0]["overrides"], "run.world_size=2"]
     assert load_config(SFTConfig, done.out / "best.yaml") == load_config(SFTConfig, file, best)
     assert sorted(path.name for path in done.out.iterdir()) == ["best.yaml", "sweep.json"]
-    assert not missing_names(capsys.readouterr().out, "2 cannot run", "actor.parallel.pp=3")
+    written = capsys.readouterr().out
+    assert not missing_names(written, "2 cannot run", "actor.parallel.pp=3")
+    assert written.index("2 cannot run") < written.index("1 of "), "before minutes are spent"
 
 
 Answer = Callable[[Request], Result]
