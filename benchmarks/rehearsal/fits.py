@@ -45,8 +45,8 @@ class Case:
     """Of large jobs one whole pipeline; None: one of each kind."""
 
 
-PIPELINE = "0,16,32,48"
-"""Of 64 ranks in four stages."""
+PIPELINE = "0,12,28,44,60"
+"""Of 64 ranks in four stages: the first, for host memory, and those that keep most, last in context parallelism."""
 WHOLE = ("rollout.vllm.gpu_memory_utilization=0.75",)
 CASES = {
     "Llama-3.1-8B PPO, 16k, 8 GPUs": Case("llama-3-8b/ppo-8", 4000, whole=(*WHOLE, "rollout.parallel.tp=1")),

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT, machine
 from benchmarks.rehearsal.figures import table
-from benchmarks.rehearsal.fits import HOST_MOST_GIB, MOST_GIB, PIPELINE, gib, peaks
+from benchmarks.rehearsal.fits import HOST_MOST_GIB, MOST_GIB, gib, peaks
 from benchmarks.rehearsal.scale import GIB, rehearse
 
 RESULTS = ROOT / "benchmarks" / "results" / "prompts_rehearsal.json"
@@ -24,6 +24,8 @@ CONFIG = "configs/llama-3-70b/grpo-64.yaml"
 TOKENS = 2048
 """Of each prompt and of each response."""
 LENGTHS = f"constant:{TOKENS}"
+PIPELINE = "0,16,32,48"
+"""Of 64 ranks in four stages."""
 OVERRIDES = (
     f"data.max_prompt_tokens={TOKENS}",
     f"rollout.max_response_tokens={TOKENS}",
