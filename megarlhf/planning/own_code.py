@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megarlhf.architectures.own_families import family_sources
 from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
+from megarlhf.config.tools import PYTHON
 from megarlhf.own_code.advantage import load_advantage
 from megarlhf.own_code.digest import digest_of
 from megarlhf.own_code.load import is_path
@@ -77,7 +78,11 @@ def _of_rewards(cfg: Any) -> Iterator[OwnCode]:
 
 def _of_environment(cfg: Any) -> Iterator[OwnCode]:
     if (environment := getattr(cfg, "environment", None)) is not None:
-        yield OwnCode("environment.function", "environment", environment.function)
+        if environment.function is not None:
+            yield OwnCode("environment.function", "environment", environment.function)
+        for number, tool in enumerate(environment.tools):
+            if isinstance(tool, str) and tool != PYTHON:
+                yield OwnCode(f"environment.tools[{number}]", "tool", tool)
 
 
 def _of_data(cfg: Any) -> Iterator[OwnCode]:
@@ -121,7 +126,8 @@ def check_own_code(cfg: Any) -> list[str]:
             loader(path)
     if isinstance(cfg, RLConfig):
         try_terms(own_terms(cfg))
-    if (environment := getattr(cfg, "environment", None)) is not None:
+    environment = getattr(cfg, "environment", None)
+    if environment is not None and environment.function is not None:
         check_environment(environment.function, environment.args)
     families = [f"own code: {name} (source {digest[:12]})" for name, digest in family_sources(cfg.roles()).items()]
     return families + [_describe(own) for own in dict.fromkeys(own_code_of(cfg))]

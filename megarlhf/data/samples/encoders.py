@@ -264,14 +264,18 @@ class PromptEncoder(_Options):
     """Samples of prompts to answer (`conversations.prompt_of`)."""
 
     check_fields: FieldCheck | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Descriptions of the run's tools, which become the column `tools` of every record."""
 
     def key(self) -> dict[str, Any]:
-        return {**super().key(), "check_fields": [] if self.check_fields is None else self.check_fields.key()}
+        checked = [] if self.check_fields is None else self.check_fields.key()
+        return {**super().key(), "check_fields": checked, "tools": list(self.tools)}
 
     def by(self, loaded: Tokenizer) -> Encode[PromptSample]:
         writer = self.writer(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PromptSample | Changed:
+            record = self._with_tools(record)
             asked = _skipping(prompt_of, record, self)
             others = {key: value for key, value in record.items() if key not in CONVERSATION_COLUMNS}
             text, tokens, omissions = writer.asked(asked)
@@ -282,6 +286,17 @@ class PromptEncoder(_Options):
             return changed(PromptSample(tokens, text, others, index, messages), omissions)
 
         return sample
+
+    def _with_tools(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The record with the run's tools. Raises: ValueError for one with tools of its own."""
+        if not self.tools:
+            return record
+        if record.get("tools"):
+            raise ValueError(
+                "the record has a column 'tools', and the run has environment.tools: the model would be told of tools "
+                "that nothing executes; leave one of them out (columns: {not_read: tools})"
+            )
+        return {**record, "tools": list(self.tools)}
 
 
 _READERS: Mapping[type[_Options], Callable[[Mapping[str, Any], Template], Any]] = {

@@ -21,8 +21,10 @@ from megarlhf.config import (
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder, writing_options
 from megarlhf.data.samples.megatron_indexed import IndexedOptions, learnt_whole
 from megarlhf.data.samples.texts import Text, TextEncoder
+from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.planning.machine.capabilities import AnyConfig
 from megarlhf.rollout.rewards.rules import RuleFields
+from megarlhf.rollout.tools.described import tool_descriptions
 
 RecordEncoder = SFTEncoder | PairEncoder | PromptEncoder
 AnyEncoder = RecordEncoder | TextEncoder
@@ -51,7 +53,7 @@ def encoders_of(cfg: AnyConfig) -> list[AnyEncoder]:
         if task == "pairs":
             made.append(PairEncoder(tokenizer=tokenizer, **limits))
         elif task != "perplexity":
-            made.append(prompt_encoder(cfg.data, tokenizer, cfg.rewards))
+            made.append(prompt_encoder(cfg.data, tokenizer, cfg.rewards, cfg.environment))
         else:
             response = cfg.eval.perplexity_of == "response"
             of_response = SFTEncoder(tokenizer=tokenizer, loss_on=cfg.data.loss_on, **limits)
@@ -73,7 +75,7 @@ def encoder_of(cfg: AnyConfig) -> RecordEncoder:
             return SFTEncoder(loss_on=cfg.data.loss_on, **options)
         return PairEncoder(with_margin=isinstance(cfg, RMConfig) and cfg.margin, **options)
     assert isinstance(cfg, RLConfig | GenerateConfig), "eval has several: encoders_of"
-    return prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place(), cfg.rewards)
+    return prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place(), cfg.rewards, cfg.environment)
 
 
 def text_encoder(cfg: EvaluateConfig | RLConfig) -> TextEncoder:
@@ -85,13 +87,20 @@ def text_encoder(cfg: EvaluateConfig | RLConfig) -> TextEncoder:
     return TextEncoder(tokenizer=cfg.actor.model.tokenizer_place(), longest=longest, end=False)
 
 
-def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
-    """The encoder of prompts, which checks the columns that the rewards' rules need."""
+def prompt_encoder(
+    data: PromptDataConfig,
+    tokenizer: Path,
+    rewards: Sequence[RewardConfig] = (),
+    environment: EnvironmentConfig | None = None,
+) -> PromptEncoder:
+    """The encoder of prompts, which checks the columns that the rewards' rules need and writes the tools of the
+    environment. Raises: ValueError for tools that cannot be described."""
     rules = tuple(reward.rule for reward in rewards if reward.rule is not None)
     return PromptEncoder(
         tokenizer=tokenizer,
         max_prompt_tokens=data.max_prompt_tokens,
         check_fields=RuleFields(rules),
+        tools=tool_descriptions(environment),
         **writing_options(data),
     )
 

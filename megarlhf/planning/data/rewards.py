@@ -106,7 +106,7 @@ def _how(reward: RewardConfig) -> str:
 def first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str, Tokenizer, list[PromptSample]]:
     """The key of the first set with usable records, the tokenizer, and its first samples."""
     assert cfg.actor is not None, "it draws responses"
-    encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place())
+    encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place(), environment=cfg.environment)
     tokenizer = encoder.load()
     encode = encoder.by(tokenizer)
     samples: list[PromptSample] = []

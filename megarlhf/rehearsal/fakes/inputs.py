@@ -173,9 +173,10 @@ def _own_code(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
             )
             section[name] = stand_in
     if cfg.environment is not None:
-        notes.append(
-            f"environment.function = {cfg.environment.function} is not started: its time and memory are not included."
-        )
+        what = f"function = {cfg.environment.function}" if cfg.environment.function else "tools"
+        notes.append(f"environment.{what}: not started; time, memory and descriptions are not included.")
+        of_tools = ("tools", "parser", "max_result_characters")
+        tree["environment"] = {key: value for key, value in tree["environment"].items() if key not in of_tools}
         tree["environment"] |= {"function": ENVIRONMENT, "args": {}}
     return notes
 

@@ -86,6 +86,7 @@ _MATHEMATICS = {
         "rollout.top_p rollout.top_k rollout.min_p rollout.stop rollout.stop_token_ids "
         "rollout.slices rollout.steps_ahead "
         "environment.function environment.args.* environment.max_turns environment.max_turn_tokens environment.history "
+        "environment.tools environment.parser environment.max_result_characters "
         "rollout.vllm.args.kv_cache_dtype"
     ),
     "when the run ends": "train.stop.*",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarlhf.config import ConversationConfig, EvaluateConfig, GenerateConfig, RLConfig
 from megarlhf.config.ask import AskConfig
@@ -18,6 +19,7 @@ from megarlhf.rollout.environments.pool import EnvironmentPool
 from megarlhf.rollout.environments.rendering import ChatRendering, HistoryRewritten, NotContinued, PlainRendering
 from megarlhf.rollout.environments.transcript import Transcript
 from megarlhf.rollout.responses import Sampling
+from megarlhf.rollout.tools.described import tools_start
 from megarlhf.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
@@ -71,17 +73,30 @@ class Environment:
         data: ConversationConfig,
         tokenizer: Tokenizer,
         *,
+        tokenizer_place: Path,
         end_ids: Sequence[int],
         max_tokens: int,
     ) -> None:
-        """max_tokens: `rollout.max_response_tokens`"""
+        """
+        tokenizer_place: directory of the tokenizer
+        max_tokens: `rollout.max_response_tokens`
+        """
         self.limits = TurnLimits(section.max_turns, min(section.max_turn_tokens or max_tokens, max_tokens))
         self.on_failure = section.on_failure
         self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
         self.chat = rendering_of(section, data, tokenizer)
         self._plain = PlainRendering(tokenizer)
+        tools = None
+        if section.tools:
+            require_template(self.chat is not None)
+            assert self.chat is not None, "checked"
+            tools = tools_start(section, self.chat.template, tokenizer_place)
         self.pool = EnvironmentPool(
-            section.function, section.args, workers=section.workers, seconds_per_step=section.seconds_per_step
+            section.function or "",
+            section.args,
+            workers=section.workers,
+            seconds_per_step=section.seconds_per_step,
+            tools=tools,
         )
         self._resting: dict[int, Resting] = {}
         self._resting_before: dict[int, Resting] = {}
@@ -212,9 +227,24 @@ def environment_of(
     """The environment of a configuration, with its processes; None if it has none."""
     if cfg.environment is None:
         return None
+    assert cfg.actor is not None, "it draws responses"
     return Environment(
-        cfg.environment, cfg.data, tokenizer, end_ids=sampling.end_ids, max_tokens=cfg.rollout.max_response_tokens
+        cfg.environment,
+        cfg.data,
+        tokenizer,
+        tokenizer_place=cfg.actor.model.tokenizer_place(),
+        end_ids=sampling.end_ids,
+        max_tokens=cfg.rollout.max_response_tokens,
     )
+
+
+def require_template(has_template: bool) -> None:
+    """Raises: ValueError for tools where prompts are written without a chat template."""
+    if not has_template:
+        raise ValueError(
+            "environment.tools needs a chat template, which describes the tools to the model, and prompts are plain "
+            "texts here; set data.template: chat, or give a template (data.chat_template)"
+        )
 
 
 def rendering_of(section: EnvironmentConfig, data: ConversationConfig, tokenizer: Tokenizer) -> ChatRendering | None:

@@ -18,6 +18,7 @@ from megarlhf.own_code.failures import describe_error
 from megarlhf.rollout.environments.answer import Turn
 from megarlhf.rollout.environments.protocol import AnsweredCall
 from megarlhf.rollout.environments.worker_thread import Reply, WorkerThread
+from megarlhf.rollout.tools.start import ToolsStart
 
 
 class EnvironmentPool:
@@ -29,12 +30,21 @@ class EnvironmentPool:
 
     _keys = itertools.count(1)
 
-    def __init__(self, function: str, args: Mapping[str, Any], *, workers: int, seconds_per_step: float) -> None:
+    def __init__(
+        self,
+        function: str,
+        args: Mapping[str, Any],
+        *,
+        workers: int,
+        seconds_per_step: float,
+        tools: ToolsStart | None = None,
+    ) -> None:
         """
         function: `package.module:Class`, see `answer.py`
         args: arguments of the class, by keyword
         workers: processes; each starts with its first conversation
         seconds_per_step: time limit of each call of `reset`, `step` and `close`
+        tools: in place of a class
         """
         self._closed = threading.Event()
         self._changed = threading.Condition()
@@ -45,7 +55,7 @@ class EnvironmentPool:
         self._waiting: set[int] = set()
         """Conversations whose reply the caller does not have yet."""
         self._workers = [
-            WorkerThread(function, args, seconds_per_step, self._put, self._closed) for _ in range(workers)
+            WorkerThread(function, args, seconds_per_step, self._put, self._closed, tools) for _ in range(workers)
         ]
 
     def begin(self, fields: Mapping[str, Any], seed: int, history: Sequence[AnsweredCall] = ()) -> int:

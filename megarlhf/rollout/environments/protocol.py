@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megarlhf.rollout.environments.answer import Answer, Turn
+from megarlhf.rollout.tools.start import ToolsStart
 
 
 class AnsweredCall(NamedTuple):
@@ -32,6 +33,8 @@ class WorkerStart(NamedTuple):
     seconds_per_step: float
     running_fd: int
     """File descriptor of the `RunningCode`."""
+    tools: ToolsStart | None = None
+    """Tools in place of a class."""
 
 
 class BeginCall(NamedTuple):

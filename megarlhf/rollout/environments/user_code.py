@@ -45,6 +45,8 @@ class CodeOwner:
         """Time that its code has had the process."""
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         """Tasks that its calls and its own code have made."""
+        self.outside: Callable[[Callable[[], Any]], Awaitable[_Outcome]]
+        """Calls a function while the event loop stands still. Set with the first call of its code."""
 
 
 _owner: contextvars.ContextVar[CodeOwner | None] = contextvars.ContextVar("_owner", default=None)
@@ -64,6 +66,17 @@ class _OutsideCall(NamedTuple):
     owner: CodeOwner
     function: Callable[[], Any]
     outcome: asyncio.Future[_Outcome]
+
+
+async def outside_loop(function: Callable[[], Any]) -> Any:
+    """Call a function while the event loop stands still, as a method that is not async. For code that runs in a call;
+    elsewhere the function is called at once. Raises: what the function raises."""
+    if (owner := _owner.get()) is None:
+        return function()
+    outcome = await owner.outside(function)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
 
 
 class UserCode:
@@ -96,6 +109,7 @@ class UserCode:
 
     async def call(self, owner: CodeOwner, function: Callable[..., Any], *args: Any) -> Any:
         """Call user code, sync or async. Raises: CallError for whatever it raises, and if it takes too long."""
+        owner.outside = partial(self._outside_loop, owner)
         try:
             if inspect.iscoroutinefunction(function):
                 outcome = _Outcome(function(*args))

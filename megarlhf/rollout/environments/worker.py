@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from megarlhf.rollout.environments.checks import check_environment
 from megarlhf.rollout.environments.host import ConversationHost
 from megarlhf.rollout.environments.protocol import RunningCode, WorkerStart
+from megarlhf.rollout.tools.environment import ToolEnvironment, parser_of
+from megarlhf.rollout.tools.start import ToolsStart
+from megarlhf.rollout.tools.toolbox import ToolBox
 from megarlhf.rollout.workers.supervisor import run_child
 
 
@@ -23,16 +28,31 @@ def _answer(connection: Connection) -> None:
     sys.path[:] = start.path
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy.random")  # before a conversation draws from it
-    try:
-        environment = check_environment(start.function, start.args)
-    except ValueError as error:
-        connection.send(str(error))
-        return
-    host = ConversationHost(environment, start.args, start.seconds_per_step, connection, running)
-    connection.send("")
-    host.serve()
+    with contextlib.ExitStack() as stack:
+        try:
+            if start.tools is None:
+                environment, args, seconds = (
+                    check_environment(start.function, start.args),
+                    start.args,
+                    start.seconds_per_step,
+                )
+            else:  # each call of a tool has its own time limit
+                environment, args, seconds = _tool_environment(start.tools, stack), {}, math.inf
+        except ValueError as error:
+            connection.send(str(error))
+            return
+        host = ConversationHost(environment, args, seconds, connection, running)
+        connection.send("")
+        host.serve()
     sys.stdout.flush()
     os._exit(0)  # without waiting for threads of the user's
+
+
+def _tool_environment(tools: ToolsStart, stack: contextlib.ExitStack) -> Callable[[], ToolEnvironment]:
+    """Start the tools, and return what makes the environment of a conversation. Raises: ValueError."""
+    box = stack.enter_context(contextlib.closing(ToolBox(tools)))
+    parse = parser_of(tools)
+    return lambda: ToolEnvironment(box, parse, tools)
 
 
 if __name__ == "__main__":

@@ -108,12 +108,13 @@ class WorkerThread:
         seconds_per_step: float,
         reply: Callable[[Reply], None],
         closed: threading.Event,
+        tools: ToolsStart | None = None,
     ) -> None:
         """
         reply: takes one reply for each `begin` and each `step`
         closed: set when the pool is closed; `wake` must follow
         """
-        self._start_message = partial(_start_message, function, dict(args), seconds_per_step)
+        self._start_message = partial(_start_message, function, dict(args), seconds_per_step, tools)
         self._seconds, self._reply, self._closed = seconds_per_step, reply, closed
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -343,5 +344,7 @@ class WorkerThread:
                 self._fail(conversation, error)
 
 
-def _start_message(function: str, args: Mapping[str, Any], seconds_per_step: float, running_fd: int) -> WorkerStart:
-    return WorkerStart(function, args, list(sys.path), seconds_per_step, running_fd)
+def _start_message(
+    function: str, args: Mapping[str, Any], seconds_per_step: float, tools: ToolsStart | None, running_fd: int
+) -> WorkerStart:
+    return WorkerStart(function, args, list(sys.path), seconds_per_step, running_fd, tools)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import PromptDataConfig, RewardConfig, describe_sources
+from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.samples.dataset import Samples, by_record
 from megarlhf.data.tokenize.load import SetLoader
@@ -19,6 +20,7 @@ from megarlhf.experience import Experience
 from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.rewards.accuracy import find_accuracy
 from megarlhf.rollout.rewards.rules import field_check
+from megarlhf.rollout.tools.described import require_same_on_all_ranks
 from megarlhf.rollouts import Rollouts
 
 
@@ -51,15 +53,20 @@ def load_prompts(
     max_validation: int | None = None,
     accuracy: str | None = None,
     run_dir: Path | None = None,
+    environment: EnvironmentConfig | None = None,
 ) -> PromptData:
-    """Read and tokenize the prompts.
+    """Read and tokenize the prompts. Collective.
 
+    environment: its tools are described in every prompt
     run_dir: where `data.cache: none` keeps them
 
     Raises: ValueError for a record without a field that the rules of `rewards` need, or a held-out record without one
     that `eval.accuracy` needs.
     """
-    loader = SetLoader(data, prompt_encoder(data, tokenizer_place, rewards), PromptSample, run_dir=run_dir)
+    encoder = prompt_encoder(data, tokenizer_place, rewards, environment)
+    if encoder.tools:
+        require_same_on_all_ranks(encoder.tools)
+    loader = SetLoader(data, encoder, PromptSample, run_dir=run_dir)
     tokenizer = load_tokenizer(tokenizer_place)
     train, validation, notes = loader.train_and_validation("rl")
     validation = validation[:max_validation]

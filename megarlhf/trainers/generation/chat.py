@@ -36,7 +36,7 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
 
     Raises: ValueError for a prompt of the command line that cannot be used.
     """
-    encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place())
+    encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place(), environment=cfg.environment)
     encode_record = encoder.open()
 
     def encode(text: str) -> PromptSample:
@@ -50,7 +50,8 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
     def record_of(text: str) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
 
-    chat = cfg.data.template_mode == "chat"
+    has_tools = cfg.environment is not None and bool(cfg.environment.tools)
+    chat = cfg.data.template_mode == "chat" or has_tools
     if runtime.is_main and (read_as := describe_reading(encoder, record_of("x"))):
         print(f"prompts: {read_as}", file=sys.stderr, flush=True)
     prompts = [encode(text) for text in cfg.prompts]  # before a model is built

@@ -62,7 +62,13 @@ def run(cfg: GenerateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
-            data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), all_rewards(cfg), run_dir=cfg.run.dir)
+            data = load_prompts(
+                cfg.data,
+                cfg.actor.model.tokenizer_place(),
+                all_rewards(cfg),
+                run_dir=cfg.run.dir,
+                environment=cfg.environment,
+            )
             engine = build_engine(cfg, runtime, parts)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         generated = _respond(cfg, runtime, engine, data, phases)

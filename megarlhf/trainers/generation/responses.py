@@ -83,7 +83,13 @@ def describe_sampling(cfg: EvaluateConfig) -> str:
 def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
     """Prompts by model; with two models, only prompts that are short enough for both. Raises: ValueError."""
     by_model = {
-        name: load_prompts(cfg.data, section.model.tokenizer_place(), all_rewards(cfg), run_dir=cfg.run.dir)
+        name: load_prompts(
+            cfg.data,
+            section.model.tokenizer_place(),
+            all_rewards(cfg),
+            run_dir=cfg.run.dir,
+            environment=cfg.environment,
+        )
         for name, section in cfg.roles().items()
         if name == "actor" or (name == "against" and "comparison" in cfg.tasks())
     }

@@ -44,6 +44,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
                 cfg.eval.max_samples,
                 cfg.eval.accuracy,
                 cfg.run.dir,
+                cfg.environment,
             )
             cfg = with_counted_steps(cfg, len(data.train), cfg.train.prompts_per_step)
             order = order_of(cfg.train, cfg.run.seed, data.train)

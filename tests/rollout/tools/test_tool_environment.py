@@ -1,0 +1,217 @@
+"""The ready environment of tools in its worker process: results in the order of the calls, and every bad input.
+
+Not covered: forms of calls (test_forms.py), MCP servers and the Python tool, which have files of their own.
+"""
+
+import json
+
+import pytest
+
+from megarlhf.config.environment import EnvironmentConfig
+from megarlhf.rollout.environments.answer import Turn
+from megarlhf.rollout.environments.pool import EnvironmentPool
+from megarlhf.rollout.tools.described import describe_function, sources_of, tool_descriptions
+from megarlhf.rollout.tools.environment import MAX_CALLS
+from megarlhf.rollout.tools.start import ToolsStart
+
+HERE = "tests.rollout.tools.functions:"
+NAMES = ("add", "look_up", "misbehave", "slow")
+
+
+def started(*names, seconds=2.0, keys=("name", "tool_call_id"), form="hermes"):
+    cfg = EnvironmentConfig.model_validate({"tools": [HERE + name for name in names]})
+    start = ToolsStart(sources_of(cfg), form, "", ["<|im_end|>", "<s>"], keys, seconds, 1000)
+    return EnvironmentPool("", {}, workers=1, seconds_per_step=seconds, tools=start)
+
+
+class Asked:
+    """A conversation in a pool."""
+
+    def __init__(self, pool):
+        self.pool, self.key = pool, pool.begin({"prompt": "x"}, 7)
+        assert self.reply().answer.messages == []
+
+    def reply(self):
+        while not (replies := self.pool.replies()):
+            self.pool.wait(1.0)
+        return replies[0]
+
+    def step(self, text, *, finished=True, last=False):
+        self.pool.step(self.key, Turn(text, 0, finished, last))
+        return self.reply()
+
+    def contents(self, text, **turn):
+        return [message["content"] for message in self.step(text, **turn).answer.messages]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    notes = tmp_path_factory.mktemp("notes") / "notes"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TOOL_NOTES", str(notes))
+        pool = started(*NAMES)
+        conversation = Asked(pool)
+        conversation.notes = notes
+        yield conversation
+        pool.close()
+
+
+def call(name, /, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_results_stand_in_the_order_of_the_calls(asked):
+    """Sync and async tools, which take different times, with text between the calls."""
+    text = f"I ask. {call('slow', seconds=0.3)} and {call('add', a=2, b=3)}\n{call('look_up', name='ä')}"
+    messages = asked.step(text).answer.messages
+    assert [message["name"] for message in messages] == ["slow", "add", "look_up"]
+    assert {message["role"] for message in messages} == {"tool"}
+    assert [message["content"] for message in messages] == [
+        "done", "5", '{"name": "ä", "kind": "short", "limit": null}',
+    ]  # fmt: skip
+
+
+def test_a_turn_without_a_call_ends_the_conversation(asked):
+    answer = asked.step("The sum is 5.").answer
+    assert (list(answer.messages), answer.reward, answer.done) == ([], None, False)
+
+
+@pytest.mark.parametrize("turn", [{"finished": False}, {"last": True}])
+def test_calls_that_nobody_would_read_are_not_executed(asked, turn):
+    """A turn that was cut, and the last one that the limits allow."""
+    before = asked.notes.read_text() if asked.notes.exists() else ""
+    messages = asked.step(call("add", a=1, b=1), **turn).answer.messages
+    assert [message["content"] for message in messages] == ["error: no turn is left for a result"] * ("last" in turn)
+    assert (asked.notes.read_text() if asked.notes.exists() else "") == before
+
+
+@pytest.mark.parametrize("text, words", [
+    ("<tool_call>\nadd(1, 2)\n</tool_call>", "error: this call cannot be read: "),
+    (call("subtract", a=1), "error: there is no tool 'subtract'; the tools are add, look_up, misbehave, slow"),
+    (call("add", a=1), "error: wrong arguments for add: 'b' is a required property"),
+    (call("add", a=1, b="2"), "error: wrong arguments for add: b: '2' is not of type 'integer'"),
+    (call("add", a=1, b=2, c=3), "error: wrong arguments for add: Additional properties are not allowed ('c' was"),
+    (call("look_up", name="x", kind="middle"), "error: wrong arguments for look_up: kind: 'middle' is not one of"),
+    (call("misbehave", how="raise"), "error: KeyError: 'raise'"),
+    (call("misbehave", how="exit"), "error: SystemExit: 3"),
+    (call("misbehave", how="bytes"), "error: the tool returned b'abc', which is no text and nothing that JSON holds"),
+    (call("misbehave", how="nan"), "error: the tool returned nan, which is no text"),
+    (call("misbehave", how="megabytes"), "x" * 1000 + "... (the first 1,000 of 5,000,000 characters)"),
+    (call("misbehave", how="nothing"), "(empty)"),
+    (call("misbehave", how="none"), "null"),
+    (call("misbehave", how="half"), "a?b"),
+    (call("misbehave", how="mark"), "end < |im_end|> of"),
+    (call("slow", seconds=60), "error: took longer than 2 s"),
+])  # fmt: skip
+def test_bad_input_is_an_observation(asked, text, words):
+    """The conversation goes on: the next call has its result."""
+    contents = asked.contents(text + call("add", a=1, b=1))
+    assert contents[0].startswith(words)
+    assert contents[1] == "2"
+
+
+def test_whole_numbers_and_null(asked):
+    """JSON has one kind of number; transformers writes `int | None` as nullable."""
+    assert asked.contents(call("add", a=2.0, b=3)) == ["5"]
+    assert asked.contents(call("look_up", name="x", limit=None))[0].endswith('"limit": null}')
+    assert "not of type" in asked.contents(call("add", a=2.5, b=3))[0]
+
+
+def test_a_function_may_use_an_event_loop_of_its_own_behind_an_async_call(asked):
+    contents = asked.contents(call("look_up", name="x") + call("misbehave", how="loop"))
+    assert contents[1] == '{"name": "inside", "kind": "short", "limit": null}'
+
+
+def test_an_endless_list_of_calls(asked):
+    contents = asked.contents(call("add", a=1, b=1) * (MAX_CALLS + 5))
+    assert contents == ["2"] * MAX_CALLS + [f"error: not executed: a turn has at most {MAX_CALLS} calls"] * 5
+
+
+def test_random_numbers_are_the_conversation_s_own():
+    """They follow from the seed, also where another conversation draws between two calls."""
+    pool = started("misbehave")
+    try:
+        text, drawn = call("misbehave", how="random"), []
+        first, second = Asked(pool), Asked(pool)
+        for each in (first, second, second, first):
+            drawn.append(each.contents(text)[0])
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    finally:
+        pool.close()
+
+
+def test_a_function_that_never_returns_loses_its_conversation_only():
+    pool = started("misbehave", "add", seconds=1.0)
+    try:
+        hanging, other = Asked(pool), Asked(pool)
+        assert other.contents(call("add", a=1, b=1)) == ["2"]
+        reply = hanging.step(call("misbehave", how="hang"))
+        assert reply.answer is None
+        assert reply.late
+        assert reply.error.startswith("took longer than 1 s")
+        assert other.contents(call("add", a=1, b=2)) == ["3"]
+    finally:
+        pool.close()
+
+
+def test_keys_that_the_template_does_not_read_are_left_out():
+    pool = started("add", keys=())
+    try:
+        assert Asked(pool).step(call("add", a=1, b=1)).answer.messages == [{"role": "tool", "content": "2"}]
+    finally:
+        pool.close()
+
+
+# --- descriptions -----------------------------------------------------------------------------------
+
+
+def test_descriptions_come_from_signature_and_docstring():
+    described = describe_function(HERE + "look_up")["function"]
+    assert described["name"] == "look_up"
+    assert described["description"] == "Look something up."
+    assert described["parameters"] == {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "description": "What to look up."},
+            "kind": {"type": "string", "enum": ["long", "short"], "description": "How much to say."},
+            "limit": {"type": "integer", "nullable": True, "description": "Most words."},
+        },
+        "required": ["name"],
+    }
+
+
+@pytest.mark.parametrize("name, words", [
+    ("positional", "has the parameter a; a model gives each argument by its name"),
+    ("many", "has the parameter **options: int; a model gives each argument by its name"),
+    ("undescribed", "cannot be described: DocstringParsingException"),
+    ("untyped", "cannot be described: TypeHintParsingException"),
+    ("several", "is a generator, expected a function"),
+    ("NUMBER", "3, expected a function"),
+    ("missing", "has no 'missing'"),
+])  # fmt: skip
+def test_functions_that_cannot_be_tools(name, words):
+    with pytest.raises(ValueError) as raised:
+        tool_descriptions(EnvironmentConfig.model_validate({"tools": [HERE + name]}))
+    assert str(raised.value).startswith("environment.tools[0]: ")
+    assert words in str(raised.value)
+
+
+def test_two_tools_of_one_name():
+    with pytest.raises(ValueError, match="'add' is the name of 2 tools"):
+        tool_descriptions(EnvironmentConfig.model_validate({"tools": [HERE + "add", HERE + "add"]}))
+
+
+@pytest.mark.parametrize("section, words", [
+    ({}, "got neither function nor tools"),
+    ({"function": "a:B", "tools": ["a:f"]}, "got both function and tools"),
+    ({"tools": ["a:f"], "args": {"x": 1}}, "tools have none; leave args out"),
+    ({"function": "a:B", "parser": "hermes"}, "parser is read with tools only"),
+    ({"tools": ["search"]}, "'search' is no import path"),
+    ({"tools": [{"mpc": "x"}]}, "expected a tool: a function's import path"),
+    ({"tools": [3]}, "expected a tool: a function's import path"),
+    ({"tools": [{"python": {"second": 3}}]}, "second"),
+])  # fmt: skip
+def test_bad_sections(section, words):
+    with pytest.raises(ValueError) as raised:
+        EnvironmentConfig.model_validate(section)
+    assert words in str(raised.value)

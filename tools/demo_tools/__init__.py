@@ -1,0 +1,1 @@
+"""The demo in which a language model learns to use a tool."""
