@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megarlhf.rollout.tools.call import Call
 from megarlhf.rollout.tools.forms.scan import (
+    THOUGHTS,
     Broken,
     Found,
     Tool,
@@ -79,8 +81,7 @@ _DEEPSEEK = re.compile(r"\s*([^\s<>{}`]+)\s*<｜tool▁sep｜>\s*(?:([^\s<>{}`]+
 
 
 def deepseek_v3(text: str, tools: Sequence[Tool]) -> Found:
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a block of JSON and `<｜tool▁call▁end｜>`; since V3.1 without the
-    type and the block's marks"""
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, JSON, `<｜tool▁call▁end｜>`; V3.1 writes no type"""
 
     def read(text: str, position: int) -> tuple[Found, int]:
         if not (match := _DEEPSEEK.match(text, position)):
@@ -113,31 +114,34 @@ def kimi_k2(text: str, tools: Sequence[Tool]) -> Found:
     return scan(text, rf"{begin}|<\|tool_calls_section_begin\|>(?!\s*{begin})", r"<\|tool_call_end\|>", read)
 
 
-_PYTHON_TAG = "<|python_tag|>"
 _LIKE_A_CALL = re.compile(r"""\{\s*["'](?:name|type|function)["'][^{}]*["'](?:parameters|arguments)["']\s*:""")
 _NAMED = re.compile(r"""\{\s*(?:["']type["']\s*:\s*["']function["']\s*,\s*)?["']name["']\s*:\s*["']([^"']+)["']""")
-_BETWEEN = re.compile(r"[\s;]*")
+_BETWEEN = re.compile(r"\s*;?\s*")
 
 
 def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
-    """`{"name": ..., "parameters": {...}}` as the whole turn; several are separated by `;`. Text may precede
-    `<|python_tag|>` only."""
+    """`{"name": ..., "parameters": {...}}` as the whole turn, or behind `<|python_tag|>`; several are separated by `;`"""
+
+    def read(text: str, position: int) -> tuple[Found, int]:
+        value, end = read_json(text, position)
+        found: Found = [call_of(value, text[position:end])]
+        while (match := _BETWEEN.match(text, end)) and text.startswith("{", match.end()):
+            value, end = read_json(text, match.end())
+            found.append(call_of(value, text[match.end() : end]))
+        return found, end
+
     names = names_of(tools)
     found = _whole_turn(text, names)
-    if not found and has_unopened_end(text) or any(text.lstrip().startswith(mark) for mark in ("<think>", "[THINK]")):
-        found = _whole_turn(without_thoughts(text), names)
-    return found
+    if found and all(isinstance(call, Call) for call in found):  # first, since an argument may hold any mark
+        return found
+    if marked := scan(text, r"<\|python_tag\|>", "(?!)", read):
+        return marked
+    has_thoughts = has_unopened_end(text) or text.lstrip().startswith(tuple(THOUGHTS))
+    return _whole_turn(without_thoughts(text), names) if has_thoughts else found
 
 
 def _whole_turn(text: str, names: set[str]) -> Found:
-    before, tag, after = text.partition(_PYTHON_TAG)
-    if not tag or before.lstrip().startswith("{"):  # the mark may stand in an argument
-        return _json_calls(text, names, is_marked=False)
-    return _json_calls(after, names, is_marked=True)
-
-
-def _json_calls(text: str, names: set[str], *, is_marked: bool) -> Found:
-    """Calls that the text consists of. With a mark before them anything else is unreadable, else it is no call."""
+    """Calls that the text consists of; a call that is begun and broken ends them."""
     found: Found = []
     position = skip_space(text, 0)
     while True:
@@ -145,16 +149,13 @@ def _json_calls(text: str, names: set[str], *, is_marked: bool) -> Found:
             value, end = read_json(text, position)
         except Broken as broken:
             named = _NAMED.match(text, position)
-            if is_marked or _LIKE_A_CALL.match(text, position) or (named and named[1] in names):
-                return [*found, unreadable(text[position:], broken.why)]
-            return []
-        if not is_marked and not _is_a_call(value):
+            is_like_a_call = _LIKE_A_CALL.match(text, position) or (named and named[1] in names)
+            return [*found, unreadable(text[position:], broken.why)] if is_like_a_call else []
+        if not _is_a_call(value):
             return []
         found.append(call_of(value, text[position:end]))
         match = _BETWEEN.match(text, end)
         position = match.end() if match else end
-        if is_marked and text.startswith(_PYTHON_TAG, position):
-            position = skip_space(text, position + len(_PYTHON_TAG))
         if position == len(text):
             return found
 
@@ -168,7 +169,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]*)")
 
 
 def gptoss(text: str, tools: Sequence[Tool]) -> Found:
-    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; `to=` may precede the channel.
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or `to=` before the channel.
     Messages of `analysis` that are addressed to nothing are thoughts. `<|call|>` ends the turn and may be left out."""
     found: Found = []
     position = 0

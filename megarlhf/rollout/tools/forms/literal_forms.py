@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megarlhf.rollout.tools.call import Call
 from megarlhf.rollout.tools.forms.scan import (
+    THOUGHTS,
     Broken,
     Found,
     Tool,
@@ -96,9 +98,8 @@ class _Reader:
             return found
         self.position = skip_space(self.text, self.position)
         if number := _NUMBER.match(self.text, self.position):
-            value, end = read_json(number[0].replace(".e", ".0e") + "0" * number[0].endswith("."), 0)
             self.position = number.end()
-            return value
+            return _number(number[0], number.start())
         word = _WORD.match(self.text, self.position)
         if word is None or word[0] not in _WORDS:
             raise self.fail("a text in quotes, a number, true, false, null, a list or an object")
@@ -126,6 +127,15 @@ class _Reader:
                 self.position = position
                 return _ESCAPE.sub(_unescape, self.text[start + len(quote) : match.start()])
         raise Broken("a text is not closed: its last quote is missing", start)
+
+
+def _number(digits: str, position: int) -> int | float:
+    if not set(digits) & set(".eE"):
+        value, _ = read_json(digits, 0)
+        return int(value)
+    if not math.isfinite(number := float(digits)):
+        raise Broken(f"the number {digits[:20]} is too large", position)
+    return number
 
 
 def _unescape(match: re.Match[str]) -> str:
@@ -173,7 +183,7 @@ def pythonic(text: str, tools: Sequence[Tool]) -> Found:
         return found
     names = names_of(tools)
     found = _whole_turn(text, names)
-    if not found and (has_unopened_end(text) or text.lstrip().startswith(("<think>", "[THINK]"))):
+    if not found and (has_unopened_end(text) or text.lstrip().startswith(tuple(THOUGHTS))):
         found = _whole_turn(without_thoughts(text), names)
     return found
 

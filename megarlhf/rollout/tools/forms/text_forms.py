@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarlhf.rollout.tools.forms.scan import Broken, Found, Tool, expect, made_call, near, scan, whole_json
+from megarlhf.rollout.tools.forms.scan import Broken, Found, Read, Tool, expect, made_call, near, scan, whole_json
 
 Schema = Mapping[str, Any]
 _DRAFT = re.compile(r"<tool_call>|</tool_call>|</think>")
@@ -36,7 +36,7 @@ def qwen3_xml(text: str, tools: Sequence[Tool]) -> Found:
     )
 
 
-def _tagged(read: Any) -> Any:
+def _tagged(read: Read) -> Read:
     """A reader that refuses a call without `<tool_call>`."""
 
     def tagged(text: str, position: int) -> tuple[Found, int]:
