@@ -120,7 +120,7 @@ _BETWEEN = re.compile(r"\s*;?\s*")
 
 
 def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
-    """`{"name": ..., "parameters": {...}}` as the whole turn, or behind `<|python_tag|>`; several are separated by `;`"""
+    """`{"name": ..., "parameters": {...}}` as the whole turn or behind `<|python_tag|>`; `;` separates several"""
 
     def read(text: str, position: int) -> tuple[Found, int]:
         value, end = read_json(text, position)
