@@ -39,7 +39,8 @@ NONE_AS_TEXT = ("qwen3_xml", "gemma4")
 """Forms whose templates write Python's None, which vLLM reads as a text although the type is null."""
 ONE_CALL = ("llama3_1", "llama3_2", "gptoss", "gptoss_training")
 CALL_MARKS = {
-    "glm": "<tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>", "qwen3_xml": "<tool_call> </tool_call>",
+    "glm": "<tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",
+    "qwen3_xml": "<tool_call> </tool_call>",
     "pythonic": "<|tool_call_start|> <|tool_call_end|>", "gemma4": '<|tool_call> <tool_call|> <|"|>',
 }  # fmt: skip
 VALUES = {"text": ["", "7", "null", "a, b=[1]\n\n{c}", 'don\'t "quote" <b>ü</b> 你好'], "whole": [0, -3, 10**20],
@@ -60,6 +61,13 @@ def calls_with_all_values():
     for number in range(5):
         values = {key: kinds[number % len(kinds)] for key, kinds in VALUES.items()}
         yield Call("first_tool", values), Call("second_tool", {"text": values["text"], "list": values["list"]})
+
+
+def as_texts(value):
+    """All that is in a value as texts."""
+    if isinstance(value, dict):
+        return {key: as_texts(part) for key, part in value.items()}
+    return [as_texts(part) for part in value] if isinstance(value, list) else str(value).lower()
 
 
 def plain(calls):
@@ -121,6 +129,8 @@ def test_vllm_reads_the_same(name, tmp_path):
         if FORM[name] == "pythonic" and "don't" in text:
             assert len(theirs) < len(ours)  # vLLM's repair of an apostrophe makes one call of two
             continue
+        if FORM[name] == "gemma4":  # vLLM reads what is in lists and objects as texts
+            ours, theirs = ([Call(c.name, as_texts(c.arguments)) for c in calls] for calls in (ours, theirs))
         assert plain(theirs) == plain(ours), text
         agreed += len(ours)
     assert agreed == (5 if name in ONE_CALL else 8 if FORM[name] == "pythonic" else 10)
@@ -133,7 +143,7 @@ def test_a_mark_without_a_call_and_unknown_names(tmp_path):
     (broken,) = read('<tool_call>{"name": "f"', [])
     assert isinstance(broken, Unreadable)
     assert "<tool_call> is there" in broken.why
-    with pytest.raises(ValueError, match="called 'qwen'; the known ones are .*hermes"):
+    with pytest.raises(ValueError, match=r"called 'qwen'; the known ones are .*hermes"):
         load_vllm_parser("qwen", directory)
     with pytest.raises(ValueError, match="use the form gptoss"):
         load_vllm_parser("openai", directory)
