@@ -1,9 +1,9 @@
 """The demo's task: questions that only a tool can answer, the tool, and the reward.
 
-    How warm is it in Lisbon?   ->   weather(city="Lisbon", quantity="temperature") returns 317   ->   It is 317.
+    What is the humidity in Oslo?   ->   weather(city="Oslo")   ->   {"temperature": 317, "wind": 120, ...}   ->   It is 488.
 
 The numbers are digests of city and quantity, so no model can know them. Training, choices and tests ask about different
-cities.
+cities. Every prompt begins with an example of each quantity.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-Quantity = Literal["temperature", "wind", "humidity"]
+from typing import Any
 
 QUESTIONS: Mapping[str, Sequence[str]] = {
     "temperature": ("How warm is it in {}?", "What is the temperature in {}?", "How hot is it in {} today?"),
     "wind": ("How strong is the wind in {}?", "What is the wind speed in {}?", "How windy is it in {} today?"),
     "humidity": ("How humid is it in {}?", "What is the humidity in {}?", "How moist is the air in {} today?"),
+    "pressure": ("How high is the pressure in {}?", "What is the air pressure in {}?", "How heavy is the air in {}?"),
 }
+"""Questions by quantity."""
+SHOWN = ("Paris", "Tokyo", "Cairo", "Lima")
+"""Cities of the examples, one for each quantity."""
 CITIES = (Path(__file__).parent / "cities.txt").read_text(encoding="utf-8").split()
-SHOWN = "Paris"
-"""City of the example in every prompt."""
 SHARES = {"train": 0.6, "validation": 0.15, "test": 0.25}
 """Share of the cities of each file."""
 SIZES = {"train": 256, "validation": 32, "test": 96}
 """Records of each file."""
 
 
-def weather(city: str, quantity: Quantity) -> int:
+def weather(city: str) -> dict[str, int]:
     """Look up the weather in a city.
 
     Args:
         city: The name of the city.
-        quantity: What is measured.
     """
-    return value_of(city, quantity)
+    return {quantity: value_of(city, quantity) for quantity in QUESTIONS}
 
 
 def value_of(city: str, quantity: str) -> int:
@@ -50,33 +49,30 @@ def value_of(city: str, quantity: str) -> int:
 
 def example(city: str, quantity: str) -> list[dict[str, Any]]:
     """A question with a call, the tool's result and an answer."""
-    function = {"name": weather.__name__, "arguments": {"city": city, "quantity": quantity}}
-    value = str(value_of(city, quantity))
+    function = {"name": weather.__name__, "arguments": {"city": city}}
     return [
         {"role": "user", "content": QUESTIONS[quantity][0].format(city)},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": value},
-        {"role": "assistant", "content": f"It is {value}."},
+        {"role": "tool", "content": json.dumps(weather(city))},
+        {"role": "assistant", "content": f"It is {value_of(city, quantity)}."},
     ]
 
 
 def records(name: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Records of a file: one question with its call and answer, then the question to answer."""
+    """Records of a file: conversations that end with a question."""
     draw = random.Random(f"{seed} {name}")
-    shown = example(SHOWN, "temperature")
-    cities = cities_of(name, seed)
-    made = []
+    shown = [message for pair in zip(SHOWN, QUESTIONS, strict=True) for message in example(*pair)]
+    cities, made = cities_of(name, seed), []
     for number in range(count):
-        city, quantity = cities[number % len(cities)], draw.choice(get_args(Quantity))
-        question = draw.choice(QUESTIONS[quantity]).format(city)
-        messages = [*shown, {"role": "user", "content": question}]
-        made.append({"messages": messages, "city": city, "quantity": quantity, "answer": str(value_of(city, quantity))})
+        city, quantity = cities[number % len(cities)], draw.choice(list(QUESTIONS))
+        asked = {"role": "user", "content": draw.choice(QUESTIONS[quantity]).format(city)}
+        made.append({"messages": [*shown, asked], "answer": str(value_of(city, quantity))})
     return made
 
 
 def cities_of(name: str, seed: int) -> list[str]:
     """Cities that only the file `name` asks about."""
-    cities = [city for city in CITIES if city != SHOWN]
+    cities = [city for city in CITIES if city not in SHOWN]
     random.Random(f"{seed} cities").shuffle(cities)
     start = 0
     for other, share in SHARES.items():
@@ -101,9 +97,9 @@ def right(response: str, fields: Mapping[str, Any]) -> float:
 
 
 def reward(response: str, fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> float:
-    """1 for a right answer; half of it if only a call has returned the value."""
+    """1 for a right answer, and half of it if a call has at least returned the value."""
     if right(response, fields):
         return 1.0
-    asked = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    asked = max(number for number, message in enumerate(messages) if message["role"] == "user")
     results = [message["content"] for message in messages[asked:] if message["role"] == "tool"]
-    return 0.5 * (fields["answer"] in results)
+    return 0.5 * any(fields["answer"] in re.findall(r"\d+", result) for result in results)

@@ -18,10 +18,10 @@ from megarlhf.config import (
     SFTConfig,
     SourceConfig,
 )
+from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder, writing_options
 from megarlhf.data.samples.megatron_indexed import IndexedOptions, learnt_whole
 from megarlhf.data.samples.texts import Text, TextEncoder
-from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.planning.machine.capabilities import AnyConfig
 from megarlhf.rollout.rewards.rules import RuleFields
 from megarlhf.rollout.tools.described import tool_descriptions

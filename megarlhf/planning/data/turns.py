@@ -40,7 +40,7 @@ def turn_notes(cfg: Any, encoder: Any, record: Mapping[str, Any]) -> list[str]:
     assert chat is not None, "a conversation was read without a template"
     end_ids = sampling_of(cfg.rollout, actor, tokenizer, data=cfg.data).end_ids
     if environment.tools:
-        return _tool_notes(environment, chat, replace(asked, tools=list(encoder.tools)), end_ids)
+        return _tool_notes(environment, chat, replace(asked, tools=[dict(tool) for tool in encoder.tools]), end_ids)
     trials = try_template(chat.template, asked, end_ids=end_ids)
     return [f"environment: {sentence}" for sentence in describe_trials(trials, environment.history)]
 

@@ -26,6 +26,7 @@ from megarlhf.rollout.environments.protocol import (
     WorkerStart,
     new_running_fd,
 )
+from megarlhf.rollout.tools.start import ToolsStart
 from megarlhf.rollout.workers.messages import MessageStream
 from megarlhf.rollout.workers.process import POLL_SECONDS, WorkerError, WorkerProcess, WorkerRefusal, WorkerTimeout
 

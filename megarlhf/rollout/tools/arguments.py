@@ -26,7 +26,7 @@ class ArgumentCheck:
 
     def problems(self, arguments: Mapping[str, Any]) -> str:
         """Reasons why the arguments are wrong, in words for the model; empty if they are right."""
-        errors = [error for error in self._validator.iter_errors(dict(arguments))]
+        errors = list(self._validator.iter_errors(dict(arguments)))
         words = [f"{'.'.join(map(str, error.absolute_path))}: {error.message}".removeprefix(": ") for error in errors]
         return "; ".join(word if len(word) < 300 else f"{word[:297]}..." for word in words[:_MOST])
 

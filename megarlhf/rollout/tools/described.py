@@ -15,12 +15,13 @@ import torch.distributed as dist
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.config.tools import PYTHON, PythonLimitsConfig, PythonToolConfig
-from megarlhf.data.text.templates import ChatTemplate
+from megarlhf.data.text.templates import ChatTemplate, Conversation
 from megarlhf.own_code.failures import describe_error
 from megarlhf.own_code.load import load_function
-from megarlhf.rollout.tools.forms.parse import FORMS
-from megarlhf.rollout.tools.forms.template import form_of
-from megarlhf.rollout.tools.start import ToolsStart, ToolSource
+from megarlhf.rollout.tools.forms import FORMS
+from megarlhf.rollout.tools.forms.of_template import form_of
+from megarlhf.rollout.tools.forms.scan import THOUGHTS
+from megarlhf.rollout.tools.start import ToolSource, ToolsStart
 
 _RESULT_KEYS = ("name", "tool_call_id")
 """Keys of a result that only some templates read."""
@@ -130,7 +131,7 @@ def describe_function(path: str) -> dict[str, Any]:
 
 def missing_protection(environment: EnvironmentConfig) -> list[str]:
     """Sentences on what the system does not enforce for the Python tool; none without it."""
-    if all(isinstance(tool, str) and tool != PYTHON or hasattr(tool, "mcp") for tool in environment.tools):
+    if all((isinstance(tool, str) and tool != PYTHON) or hasattr(tool, "mcp") for tool in environment.tools):
         return []
     from megarlhf.rollout.tools.python.run import missing_protection as missing
 
@@ -156,11 +157,13 @@ def form_of_calls(parser: str, template: ChatTemplate) -> str:
 def tools_start(environment: EnvironmentConfig, template: ChatTemplate, tokenizer: Path) -> ToolsStart:
     """What the workers are told. Raises: ValueError."""
     texts = template.tokenizer.tokens()
+    asked = template.text(Conversation([{"role": "user", "content": "a"}]), reply=True)
     return ToolsStart(
         sources_of(environment),
         form=form_of_calls(environment.parser, template),
         tokenizer=str(tokenizer),
         special=[texts[token] for token in sorted(template.tokenizer.special_ids) if token < len(texts)],
+        opened=next((mark for mark in THOUGHTS if asked.rstrip().endswith(mark)), ""),
         keys=[key for key in _RESULT_KEYS if template.program.names(key)],
         seconds=environment.seconds_per_step,
         max_characters=environment.max_result_characters,

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarlhf.rollout.environments.answer import Answer, Turn
 from megarlhf.rollout.tools.call import Call, ToolError, Unreadable
-from megarlhf.rollout.tools.forms.parse import load_vllm_parser, parse
+from megarlhf.rollout.tools.forms import parse
 from megarlhf.rollout.tools.start import ToolsStart
 from megarlhf.rollout.tools.toolbox import ToolBox
 
@@ -85,8 +85,10 @@ def _pattern(special: Sequence[str]) -> re.Pattern[str] | None:
 
 def parser_of(start: ToolsStart) -> Parse:
     """The parser of turns. Raises: ValueError for a parser that vLLM does not know."""
-    descriptions = start.descriptions
+    descriptions, opened = start.descriptions, start.opened
     if start.form.startswith("vllm:"):
+        from megarlhf.rollout.tools.forms.vllm_parser import load_vllm_parser
+
         read = load_vllm_parser(start.form.removeprefix("vllm:"), start.tokenizer)
-        return lambda text: read(text, descriptions)
-    return lambda text: parse(start.form, text, descriptions)
+        return lambda text: read(opened + text, descriptions)
+    return lambda text: parse(start.form, opened + text, descriptions)

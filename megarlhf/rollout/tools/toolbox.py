@@ -120,7 +120,7 @@ class _Function:
                     returned = await self._awaited(returned)
         except (ToolError, asyncio.CancelledError):
             raise
-        except BaseException as error:  # noqa: BLE001 - a tool that raises is an observation, whatever it raises
+        except BaseException as error:
             raise ToolError(describe_error(error)) from error
         return text_of(returned)
 

@@ -4,6 +4,7 @@ Not covered: forms of calls (test_forms.py), MCP servers and the Python tool, wh
 """
 
 import json
+import re
 
 import pytest
 
@@ -20,7 +21,7 @@ NAMES = ("add", "look_up", "misbehave", "slow")
 
 def started(*names, seconds=2.0, keys=("name", "tool_call_id"), form="hermes"):
     cfg = EnvironmentConfig.model_validate({"tools": [HERE + name for name in names]})
-    start = ToolsStart(sources_of(cfg), form, "", ["<|im_end|>", "<s>"], keys, seconds, 1000)
+    start = ToolsStart(sources_of(cfg), form, "", ["<|im_end|>", "<s>"], keys, "", seconds, 1000)
     return EnvironmentPool("", {}, workers=1, seconds_per_step=seconds, tools=start)
 
 
@@ -181,19 +182,17 @@ def test_descriptions_come_from_signature_and_docstring():
 
 
 @pytest.mark.parametrize("name, words", [
-    ("positional", "has the parameter a; a model gives each argument by its name"),
+    ("positional", "has the parameter a: int; a model gives each argument by its name"),
     ("many", "has the parameter **options: int; a model gives each argument by its name"),
     ("undescribed", "cannot be described: DocstringParsingException"),
     ("untyped", "cannot be described: TypeHintParsingException"),
     ("several", "is a generator, expected a function"),
-    ("NUMBER", "3, expected a function"),
-    ("missing", "has no 'missing'"),
+    ("NUMBER", "is of type int, expected a function"),
+    ("missing", "has no function 'missing'"),
 ])  # fmt: skip
 def test_functions_that_cannot_be_tools(name, words):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=f"^environment.tools.0.: .*{re.escape(words)}"):
         tool_descriptions(EnvironmentConfig.model_validate({"tools": [HERE + name]}))
-    assert str(raised.value).startswith("environment.tools[0]: ")
-    assert words in str(raised.value)
 
 
 def test_two_tools_of_one_name():
@@ -212,6 +211,5 @@ def test_two_tools_of_one_name():
     ({"tools": [{"python": {"second": 3}}]}, "second"),
 ])  # fmt: skip
 def test_bad_sections(section, words):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=re.escape(words)):
         EnvironmentConfig.model_validate(section)
-    assert words in str(raised.value)
