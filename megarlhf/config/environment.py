@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, field_validator
 
 from megarlhf.config.own_names import PathOnly
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, Positive
+from megarlhf.own_code.interpreter import require_executable
 
 
 class EnvironmentConfig(FrozenModel):
@@ -19,6 +21,12 @@ class EnvironmentConfig(FrozenModel):
     """Your class, `package.module:Class`, with `reset(fields, seed)` and `step(turn)` (docs/environments.md)."""
     args: Mapping[str, Any] = {}
     """Arguments of the class, by name."""
+    interface: Literal["megarlhf", "gymnasium"] = "megarlhf"
+    """Interface of the class. `gymnasium`: a class, or a function that makes an object, with gymnasium's
+    `reset(*, seed, options)` and `step(action)`, whose observations and actions are texts."""
+    python: Path | None = None
+    """Python that runs the environment, 3.10 or later: `/path/to/venv/bin/python`. It needs the environment's packages,
+    and not megarlhf. Modules are found from the working directory and PYTHONPATH. Default: the Python of the run."""
     max_turns: PositiveInt = 8
     """Most turns of the model. A conversation that goes on beyond is truncated."""
     max_turn_tokens: PositiveInt | None = None
@@ -36,6 +44,16 @@ class EnvironmentConfig(FrozenModel):
     history: Literal["refuse", "as_sampled"] = "refuse"
     """Handling of a turn that the chat template writes otherwise once an answer follows, such as without its thought.
     `refuse`: the run ends. `as_sampled`: later turns read what was sampled, and `turns_rewritten` counts such turns."""
+
+    @field_validator("python")
+    @classmethod
+    def _require_executable(cls, python: Path | None) -> Path | None:
+        return None if python is None else require_executable(python.expanduser(), "environment.python")
+
+    @property
+    def interpreter(self) -> str | None:
+        """Path of the Python that runs the environment; None: that of the run."""
+        return None if self.python is None else str(self.python)
 
 
 def require_environment(environment: EnvironmentConfig | None, rewards: Sequence[RewardConfig]) -> None:

@@ -81,7 +81,12 @@ class Environment:
         self.chat = rendering_of(section, data, tokenizer)
         self._plain = PlainRendering(tokenizer)
         self.pool = EnvironmentPool(
-            section.function, section.args, workers=section.workers, seconds_per_step=section.seconds_per_step
+            section.function,
+            section.args,
+            workers=section.workers,
+            seconds_per_step=section.seconds_per_step,
+            interface=section.interface,
+            python=section.interpreter,
         )
         self._resting: dict[int, Resting] = {}
         self._resting_before: dict[int, Resting] = {}

@@ -29,12 +29,23 @@ class EnvironmentPool:
 
     _keys = itertools.count(1)
 
-    def __init__(self, function: str, args: Mapping[str, Any], *, workers: int, seconds_per_step: float) -> None:
+    def __init__(
+        self,
+        function: str,
+        args: Mapping[str, Any],
+        *,
+        workers: int,
+        seconds_per_step: float,
+        interface: str = "megarlhf",
+        python: str | None = None,
+    ) -> None:
         """
         function: `package.module:Class`, see `answer.py`
         args: arguments of the class, by keyword
         workers: processes; each starts with its first conversation
         seconds_per_step: time limit of each call of `reset`, `step` and `close`
+        interface: `megarlhf`, see `answer.py`, or `gymnasium`, see `gymnasium_adapter.py`
+        python: interpreter of the processes; None: that of this process
         """
         self._closed = threading.Event()
         self._changed = threading.Condition()
@@ -45,7 +56,8 @@ class EnvironmentPool:
         self._waiting: set[int] = set()
         """Conversations whose reply the caller does not have yet."""
         self._workers = [
-            WorkerThread(function, args, seconds_per_step, self._put, self._closed) for _ in range(workers)
+            WorkerThread(function, args, seconds_per_step, self._put, self._closed, interface, python)
+            for _ in range(workers)
         ]
 
     def begin(self, fields: Mapping[str, Any], seed: int, history: Sequence[AnsweredCall] = ()) -> int:

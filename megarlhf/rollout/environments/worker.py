@@ -7,9 +7,11 @@ import contextlib
 import importlib
 import os
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 
 from megarlhf.rollout.environments.checks import check_environment
+from megarlhf.rollout.environments.gymnasium_adapter import adapted
 from megarlhf.rollout.environments.host import ConversationHost
 from megarlhf.rollout.environments.protocol import RunningCode, WorkerStart
 from megarlhf.rollout.workers.supervisor import run_child
@@ -20,14 +22,17 @@ def _answer(connection: Connection) -> None:
     start: WorkerStart = connection.recv()
     running = RunningCode(start.running_fd)
     os.close(start.running_fd)
-    sys.path[:] = start.path
+    if start.path is not None:
+        sys.path[:] = start.path
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy.random")  # before a conversation draws from it
     try:
-        environment = check_environment(start.function, start.args)
+        environment = check_environment(start.function, start.args, start.interface)
     except ValueError as error:
         connection.send(str(error))
         return
+    if start.interface == "gymnasium":
+        environment = partial(adapted, environment)
     host = ConversationHost(environment, start.args, start.seconds_per_step, connection, running)
     connection.send("")
     host.serve()
@@ -35,5 +40,10 @@ def _answer(connection: Connection) -> None:
     os._exit(0)  # without waiting for threads of the user's
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run as the arguments of the command line say."""
     run_child(int(sys.argv[1]), int(sys.argv[2]), _answer)
+
+
+if __name__ == "__main__":
+    main()
