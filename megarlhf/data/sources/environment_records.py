@@ -76,12 +76,12 @@ def _is_made_without_object(make: Any, args: Mapping[str, Any]) -> bool:
 
 def _records(make: Callable[..., Any], args: Mapping[str, Any], size: int, seed: int, label: str) -> list[Any]:
     """The records. Raises: ValueError with the user's line, and for another number of records."""
-    _seed(seed)
-    owner: Any = make if _is_made_without_object(make, args) else _called(label, make, **args)
+    owner: Any = make if _is_made_without_object(make, args) else _made(make, args, seed, label)
     if not callable(getattr(owner, "prompts", None)):
         if "seed" not in reset_keywords(getattr(owner, "reset", None)):
             raise ValueError(f"{label} makes no prompts; {_expected()}")
-        return [_observed(make, args, number, label) for number in range(seed, seed + size)]
+        rest = range(seed + 1, seed + size)
+        return [_observed(owner, seed, label), *(_observed(_made(make, args, n, label), n, label) for n in rest)]
     returned = _called(label, owner.prompts, size, seed)
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
         raise ValueError(f"{label} returned {short(returned)} from prompts, expected a list of {size} records")
@@ -92,10 +92,16 @@ def _records(make: Callable[..., Any], args: Mapping[str, Any], size: int, seed:
     return list(records)
 
 
-def _observed(make: Callable[..., Any], args: Mapping[str, Any], seed: int, label: str) -> dict[str, Any]:
+def _made(make: Callable[..., Any], args: Mapping[str, Any], seed: int, label: str) -> Any:
+    """A new object, with random numbers of the process that follow from the seed, as some environments draw them."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed(seed % 2**32)
+    return _called(label, make, **args)
+
+
+def _observed(environment: Any, seed: int, label: str) -> dict[str, Any]:
     """The record of an environment that is reset with a seed. Each has an object of its own, as conversations have."""
-    _seed(seed)
-    environment = _called(label, make, **args)
     returned = _called(label, environment.reset, seed=seed)
     try:
         observation = observation_of_reset(returned)
@@ -104,13 +110,6 @@ def _observed(make: Callable[..., Any], args: Mapping[str, Any], seed: int, labe
     if callable(close := getattr(environment, "close", None)):
         _called(label, close)
     return {"prompt": observation, SEED_COLUMN: seed}
-
-
-def _seed(seed: int) -> None:
-    """Seed the random numbers of the process, from which some environments draw."""
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed(seed % 2**32)
 
 
 def _called(label: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -142,3 +141,7 @@ def _plain(record: Any, number: int, label: str) -> dict[str, Any]:
             f"{label} returned record {number}, which JSON cannot hold ({describe_error(error)}): {short(record)}"
         ) from error
     return plain
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,8 @@ as their prompt, and the column `environment_seed`: then `reset` is called with 
 observation must be the prompt.
 
 Both `terminated` and `truncated` end the conversation as `done`, which counts as finished: a limit of a wrapper is a
-rule of the game. Limits of the run, such as `environment.max_turns`, count as truncated. Each method may be `async def`.
-Only the standard library is imported.
+rule of the game. Limits of the run, such as `environment.max_turns`, count as truncated. Each method may be
+`async def`. Only the standard library is imported.
 """
 
 from __future__ import annotations

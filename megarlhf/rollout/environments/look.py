@@ -31,3 +31,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, str]:
 def main() -> None:
     """Answer a request of `look_at`."""
     answer_request(_answer)
+
+
+if __name__ == "__main__":
+    main()
