@@ -29,8 +29,10 @@ def require_current(cfg: Any) -> None:
 
 
 def _modules(cfg: Any) -> Iterator[tuple[str, dict[str, Path]]]:
-    """Keys of the configuration with the modules behind their import paths."""
+    """Keys of the configuration with the modules behind their import paths, but for those of other processes."""
     for own in own_code_of(cfg):
+        if own.look is not None:
+            continue
         yield f"{own.key} = {own.path}", modules_of(own.path, own.what)
     for role, section in cfg.roles().items():
         for family in section.model.families:

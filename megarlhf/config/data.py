@@ -41,7 +41,7 @@ class SourceConfig(FrozenModel):
     everything."""
     path: Path
     """A file, a directory, a pattern of file names (`data/*.jsonl`), a directory of datasets' `save_to_disk`, a name of
-    the Hugging Face hub, or `reasoning_gym:TASK?size=500&seed=0`."""
+    the Hugging Face hub, `reasoning_gym:TASK?size=500&seed=0`, or `environment:mine:Class?size=500&seed=0`."""
     subset: str | None = None
     """Configuration to read, if the README of a hub-style directory, or the hub, names several."""
     split: str | None = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt, field_validator, model_validator
 
 from megarlhf.config.own_names import PathOnly
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, Positive
 from megarlhf.config.tools import Tool
+from megarlhf.own_code.interpreter import require_executable
 
 
 class EnvironmentConfig(FrozenModel):
@@ -20,6 +22,9 @@ class EnvironmentConfig(FrozenModel):
     """Your class, `package.module:Class`, with `reset(fields, seed)` and `step(turn)` (docs/environments.md)."""
     args: Mapping[str, Any] = {}
     """Arguments of the class, by name."""
+    interface: Literal["megarlhf", "gymnasium"] = "megarlhf"
+    """Interface of the class. `gymnasium`: a class, or a function that makes an object, with gymnasium's
+    `reset(*, seed, options)` and `step(action)`, whose observations and actions are texts."""
     tools: tuple[Tool, ...] = ()
     """Tools in place of a class (docs/tools.md): import paths of functions, `{mcp: COMMAND OR URL}`, `python`."""
     parser: str = "auto"
@@ -27,6 +32,9 @@ class EnvironmentConfig(FrozenModel):
     which the chat template writes calls."""
     max_result_characters: PositiveInt = 10_000
     """Most characters of a tool's result; the rest is left out."""
+    python: Path | None = None
+    """Python that runs the environment, 3.10 or later: `/path/to/venv/bin/python`. It needs the environment's packages,
+    and not megarlhf. Modules are found from the working directory and PYTHONPATH. Default: the Python of the run."""
     max_turns: PositiveInt = 8
     """Most turns of the model. A conversation that goes on beyond is truncated."""
     max_turn_tokens: PositiveInt | None = None
@@ -54,7 +62,22 @@ class EnvironmentConfig(FrozenModel):
             raise ValueError(f"args = {dict(self.args)} are arguments of a class, and tools have none; leave args out")
         if not self.tools and (of_tools := self.changed("parser", "max_result_characters")):
             raise ValueError(f"{of_tools[0]} is read with tools only; leave it out")
+        if self.tools and (of_class := self.changed("interface", "python")):
+            raise ValueError(
+                f"{of_class[0]} is of a class, and tools run in the Python of the run; leave it out (functions that need "
+                "other packages can stand behind an MCP server)"
+            )
         return self
+
+    @field_validator("python")
+    @classmethod
+    def _require_executable(cls, python: Path | None) -> Path | None:
+        return None if python is None else require_executable(python.expanduser(), "environment.python")
+
+    @property
+    def interpreter(self) -> str | None:
+        """Path of the Python that runs the environment; None: that of the run."""
+        return None if self.python is None else str(self.python)
 
 
 def require_environment(environment: EnvironmentConfig | None, rewards: Sequence[RewardConfig]) -> None:

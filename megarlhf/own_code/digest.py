@@ -10,10 +10,30 @@ import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from megarlhf.own_code.advantage import Advantage
 from megarlhf.own_code.failures import is_installed, is_standard_library, without_partials
 from megarlhf.own_code.load import load, load_module
+
+
+class Source(NamedTuple):
+    """Source of user code."""
+
+    file: str
+    """File of the module that is named; `no file` where it has none."""
+    digest: str
+    """Digest of `digest_of`; some words where the module has no source in Python."""
+
+
+def source_of(path: str, what: str) -> Source:
+    """Source of `package.module:name`, which is imported. `what`: its kind, such as "adapter"."""
+    try:
+        digest = digest_of(path, what)
+    except ValueError:
+        digest = "no source in Python"
+    module = sys.modules.get(path.partition(":")[0])
+    return Source(getattr(module, "__file__", None) or "no file", digest)
 
 
 def digest_of(path: str, what: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,12 +9,15 @@ from typing import Any, NamedTuple
 from megarlhf.architectures.own_families import family_sources
 from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
 from megarlhf.config.tools import PYTHON
+from megarlhf.data.sources.environment_source import is_environment, look_at_source
+from megarlhf.data.sources.procedural import parse
 from megarlhf.own_code.advantage import load_advantage
-from megarlhf.own_code.digest import digest_of
+from megarlhf.own_code.digest import Source, source_of
 from megarlhf.own_code.load import is_path
 from megarlhf.own_code.policy_terms import TERMS, try_terms
 from megarlhf.own_code.step_code import load_observer, load_sampler
 from megarlhf.rollout.environments.checks import check_environment
+from megarlhf.rollout.environments.look import look_at
 
 
 class OwnCode(NamedTuple):
@@ -27,6 +29,12 @@ class OwnCode(NamedTuple):
     """Kind in messages, such as "advantage"."""
     path: str
     """Import path, `package.module:name`."""
+    look: Callable[[], Source] | None = None
+    """Check in another process, which returns the source. None: the module is imported in this one."""
+
+    def source(self) -> Source:
+        """The source. Raises: ValueError as `look`."""
+        return source_of(self.path, self.what) if self.look is None else self.look()
 
 
 _LOADERS: Mapping[str, Callable[[str], object]] = {
@@ -78,8 +86,11 @@ def _of_rewards(cfg: Any) -> Iterator[OwnCode]:
 
 def _of_environment(cfg: Any) -> Iterator[OwnCode]:
     if (environment := getattr(cfg, "environment", None)) is not None:
-        if environment.function is not None:
-            yield OwnCode("environment.function", "environment", environment.function)
+        if (function := environment.function) is not None:
+            look = None
+            if (python := environment.interpreter) is not None:
+                look = partial(look_at, function, environment.args, environment.interface, python)
+            yield OwnCode("environment.function", "environment", function, look)
         for number, tool in enumerate(environment.tools):
             if isinstance(tool, str) and tool != PYTHON:
                 yield OwnCode(f"environment.tools[{number}]", "tool", tool)
@@ -90,6 +101,8 @@ def _of_data(cfg: Any) -> Iterator[OwnCode]:
         for source in sources:
             if source.adapter is not None and is_path(source.adapter):
                 yield OwnCode(f"{key}: adapter", "adapter", source.adapter)
+            if is_environment(source.path):
+                yield OwnCode(key, "prompts", parse(source.path).task, partial(look_at_source, str(source.path)))
 
 
 def _of_observers(cfg: Any) -> Iterator[OwnCode]:
@@ -99,21 +112,10 @@ def _of_observers(cfg: Any) -> Iterator[OwnCode]:
 
 
 def own_sources(cfg: Any) -> dict[str, str]:
-    """Digests of the source of user code, by kind and name, for a resume point. Adapters are left out: the digest of
-    the samples has them."""
-    digests = {}
-    for _, what, path in own_code_of(cfg):
-        if what != "adapter":
-            digests[f"{what} {path}"] = digest_if_any(path, what)
-    return digests | family_sources(cfg.roles())
-
-
-def digest_if_any(path: str, what: str) -> str:
-    """Digest of the source, or a word where it has none in Python."""
-    try:
-        return digest_of(path, what)
-    except ValueError:
-        return "no source in Python"
+    """Digests of the source of user code, by kind and name, for a resume point. Code that makes records is left out:
+    the digest of the samples has them. Raises: ValueError where another Python runs the code, and cannot."""
+    made = [own for own in own_code_of(cfg) if own.what not in ("adapter", "prompts")]
+    return {f"{own.what} {own.path}": own.source().digest for own in made} | family_sources(cfg.roles())
 
 
 def check_own_code(cfg: Any) -> list[str]:
@@ -121,19 +123,21 @@ def check_own_code(cfg: Any) -> list[str]:
 
     Rewards and adapters are tried with the data. Raises: ValueError.
     """
-    for _, what, path in own_code_of(cfg):
-        if (loader := _LOADERS.get(what)) is not None:
-            loader(path)
+    for own in own_code_of(cfg):
+        if (loader := _LOADERS.get(own.what)) is not None:
+            loader(own.path)
     if isinstance(cfg, RLConfig):
         try_terms(own_terms(cfg))
     environment = getattr(cfg, "environment", None)
-    if environment is not None and environment.function is not None:
-        check_environment(environment.function, environment.args)
+    if environment is not None and environment.function is not None and environment.python is None:
+        check_environment(environment.function, environment.args, environment.interface)
     families = [f"own code: {name} (source {digest[:12]})" for name, digest in family_sources(cfg.roles()).items()]
-    return families + [_describe(own) for own in dict.fromkeys(own_code_of(cfg))]
+    return families + list(dict.fromkeys(map(_describe, own_code_of(cfg))))
 
 
 def _describe(own: OwnCode) -> str:
-    module = sys.modules.get(own.path.partition(":")[0])
-    file = getattr(module, "__file__", None) or "no file"
-    return f"own code: {own.key} = {own.path} ({file}, source {digest_if_any(own.path, own.what)[:12]})"
+    try:
+        source = own.source()
+    except ValueError as error:
+        raise ValueError(f"{own.key}: {error}") from error
+    return f"own code: {own.key} = {own.path} ({source.file}, source {source.digest[:12]})"

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from megarlhf.data.sources.find import find, source_files
-from megarlhf.data.sources.reasoning_gym import FIELD, SAME_HASHES, item_again, parse, require_disjoint, require_task
+from megarlhf.data.sources.procedural import parse, require_disjoint
+from megarlhf.data.sources.reasoning_gym import FIELD, SAME_HASHES, item_again, require_task
 from tests.command import ROOT
 from tests.data.in_memory import load_records, source_of
 from tests.refuses import refuses

@@ -1,6 +1,6 @@
 """The demo's task: questions that only a tool can answer, the tool, and the reward.
 
-    What is the humidity in Oslo?   ->   weather(city="Oslo")   ->   {"temperature": 317, "wind": 120, ...}   ->   It is 488.
+    What is the humidity in Oslo?   ->   weather(city="Oslo")   ->  {"temperature": 317, ...}  ->   It is 488.
 
 The numbers are digests of city and quantity, so no model can know them. Training, choices and tests ask about different
 cities. Every prompt begins with an example of each quantity.

@@ -1,4 +1,4 @@
-"""Sources of records: files, directories, patterns, saved datasets, names of the hub, generated tasks.
+"""Sources of records: files, directories, patterns, saved datasets, names of the hub, generated tasks and prompts.
 
 A source is found without reading its data (`find`) and read in chunks of bounded size (`FoundSource.chunks`);
 `fields.Reader` turns the rows into records. What `datasets` has to cache goes to a temporary directory of this
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
+from megarlhf.data.sources import environment_source, reasoning_gym
+from megarlhf.data.sources.environment_source import is_environment, require_environment
 from megarlhf.data.sources.fields import form_of
 from megarlhf.data.sources.megatron_files import indexed_files, indexed_prefix
+from megarlhf.data.sources.procedural import is_procedural, items_of
 from megarlhf.data.sources.read import (
     COMPRESSED,
     SUFFIXES,
@@ -29,7 +32,7 @@ from megarlhf.data.sources.read import (
     kind_of,
     read_chunks,
 )
-from megarlhf.data.sources.reasoning_gym import generate, is_procedural, items_of, require_task
+from megarlhf.data.sources.reasoning_gym import require_task
 from megarlhf.data.sources.splits import (
     chosen_split,
     files_of_directory,
@@ -67,18 +70,23 @@ class FoundSource:
         elif self.kind == "saved":
             yield from chunks_of_rows(_saved_rows(self.files[0]), str(self.files[0]), "row")
         elif self.kind == "generated":
+            generate = environment_source.generate if is_environment(name) else reasoning_gym.generate
             yield from chunks_of_rows(generate(name), name, "item", first=0)
         else:
             yield from _hub_chunks(self.source)
 
     def first_rows(self, count: int) -> list[tuple[str, Any]]:
-        """The first rows of each of the first files, with their locations. Empty unless the source is on disk."""
+        """The first rows of each of the first files, with their locations; of an environment, its first records. Empty
+        for other sources that are not on disk."""
         if self.kind == "files":
             self._require_one_kind()
             return [row for file in self.files[:3] for row in first_rows(file, count)]
         if self.kind == "saved":
             rows = _saved_rows(self.files[0])
             return [(f"{self.files[0]}, row {n + 1}", dict(rows[n])) for n in range(min(count, len(rows)))]
+        if is_environment(name := self.source.path):
+            records = environment_source.first_records(str(name))[:count]
+            return [(f"{name}, item {n}", dict(record)) for n, record in enumerate(records)]
         return []
 
     def count_rows(self, most_bytes: int, enough: int) -> int | None:
@@ -134,7 +142,7 @@ def find(source: SourceConfig) -> FoundSource:
         return FoundSource(source, "indexed", indexed_files(path))
     if is_procedural(path):
         _require_unsplit(source, f"{path} is generated and has")
-        require_task(str(path))
+        (require_environment if is_environment(path) else require_task)(str(path))
         return FoundSource(source, "generated")
     if is_pattern(path):
         by_split = files_of_pattern(path)

@@ -23,6 +23,7 @@ from megarlhf.data.samples.megatron_indexed import IndexedOptions, IndexedSample
 from megarlhf.data.samples.split import phase_share, set_aside
 from megarlhf.data.samples.truncation import CuttingEncoder
 from megarlhf.data.sources.adapters import digest_of_adapter
+from megarlhf.data.sources.environment_source import is_environment, look_at_source
 from megarlhf.data.sources.fields import LEFT_OUT, LeftOut, Reader
 from megarlhf.data.sources.find import FoundSource, find
 from megarlhf.data.tokenize.cache import cache_directory, digest_of_file, entry, key_of, stamp
@@ -208,7 +209,8 @@ def _content(found_source: FoundSource, cache: Path) -> list[Any]:
     if found_source.kind == "saved":
         return ["saved", *((file.name, digest_of_file(file, cache)) for file in _files(found_source))]
     if found_source.kind == "generated":
-        return ["generated", str(found_source.source.path)]
+        name = str(found_source.source.path)
+        return ["generated", name, *([look_at_source(name).digest] if is_environment(name) else [])]
     return [
         "hub",
         str(found_source.source.path),

@@ -30,7 +30,7 @@ from megarlhf.data.sources.adapters import load_adapter
 from megarlhf.data.sources.fields import LEFT_OUT, LeftOut, Reader
 from megarlhf.data.sources.find import FoundSource, find, source_files
 from megarlhf.data.sources.megatron_files import indexed_files
-from megarlhf.data.sources.reasoning_gym import require_disjoint
+from megarlhf.data.sources.procedural import require_disjoint
 from megarlhf.data.text.templates import Conversation, chat_template
 from megarlhf.data.tokenize.cache import cache_directory, require_cache
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer

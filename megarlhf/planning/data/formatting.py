@@ -29,6 +29,7 @@ from megarlhf.config.rewards import unique_labels
 from megarlhf.data.samples.encoders import Form, PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.samples.texts import TextEncoder
 from megarlhf.data.sources.find import FoundSource, find
+from megarlhf.data.sources.reasoning_gym import is_task
 from megarlhf.data.text.end_tokens import turn_end_of
 from megarlhf.data.text.templates import chat_template, has_template
 from megarlhf.data.tokenize.load import first_record
@@ -98,7 +99,7 @@ def _forms(cfg: AnyConfig, encoder: AnyEncoder) -> frozenset[Form]:
 
 
 def _form_of(encoder: RecordEncoder, found_source: FoundSource) -> Form | None:
-    if found_source.kind in ("generated", "hub"):
+    if found_source.kind == "hub" or is_task(found_source.source.path):
         known: Form = "conversations" if encoder.template == "chat" else "texts"
         return None if found_source.kind == "hub" and encoder.template == "auto" else known
     if (first := first_record(encoder, found_source)) is None or first[0] == "raw texts":

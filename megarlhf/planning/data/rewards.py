@@ -23,6 +23,7 @@ from megarlhf.config.rewards import unique_labels
 from megarlhf.data.sample_types import PromptSample, Unusable, sample_of
 from megarlhf.data.sources.fields import LeftOut, Reader
 from megarlhf.data.sources.find import find
+from megarlhf.data.sources.reasoning_gym import is_task
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.own_code.failures import short, without_partials
 from megarlhf.planning.data.encoders import prompt_encoder
@@ -124,7 +125,7 @@ def first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str,
 def _first_rows(source: SourceConfig) -> list[tuple[str, Any]]:
     found_source = find(source)
     rows = found_source.first_rows(_RECORDS)
-    if found_source.kind == "generated":
+    if is_task(source.path):
         rows = list(itertools.islice((row for chunk in found_source.chunks() for row in chunk.located()), _RECORDS))
     return rows[:_RECORDS]
 

@@ -10,12 +10,13 @@ from megarlhf.data.json_rows import shown
 from megarlhf.data.records.conversations import BESIDE_A_CONVERSATION
 from megarlhf.data.sources.reasoning_gym import FIELD
 from megarlhf.data.sources.unread_columns import NOT_READ
+from megarlhf.own_code.gymnasium import SEED_COLUMN
 from megarlhf.planning.data.rewards import first_samples
 from megarlhf.rollout.rewards.answers import ANSWER
 from megarlhf.rollout.rewards.rules import RULES
 
 _PARTS = ("context", "contexts", "passage", "passages", "input", "instruction", "choices", "options")
-_READ = {ANSWER, FIELD, NOT_READ, *BESIDE_A_CONVERSATION}
+_READ = {ANSWER, FIELD, SEED_COLUMN, NOT_READ, *BESIDE_A_CONVERSATION}
 
 
 def check_unread_fields(cfg: RLConfig | EvaluateConfig) -> list[str]:

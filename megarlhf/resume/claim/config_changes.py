@@ -41,7 +41,7 @@ _NEUTRAL = {
     "what is kept in memory, and what is computed again": "ROLE.recompute ROLE.recompute_layers ROLE.offload.*",
     "which engine draws which samples": "rollout.balance",
     "how an environment is called, not what it says": (
-        "environment.workers environment.seconds_per_step environment.on_failure"
+        "environment.workers environment.seconds_per_step environment.on_failure environment.python"
     ),
     "where tokenized data is kept, and by how many processes it is made": "data.cache data.workers",
     "records for figures only": "data.test",
@@ -85,7 +85,8 @@ _MATHEMATICS = {
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
         "rollout.top_p rollout.top_k rollout.min_p rollout.stop rollout.stop_token_ids "
         "rollout.slices rollout.steps_ahead "
-        "environment.function environment.args.* environment.max_turns environment.max_turn_tokens environment.history "
+        "environment.function environment.interface environment.args.* environment.max_turns "
+        "environment.max_turn_tokens environment.history "
         "environment.tools environment.parser environment.max_result_characters "
         "rollout.vllm.args.kv_cache_dtype"
     ),

@@ -97,6 +97,8 @@ class Environment:
             workers=section.workers,
             seconds_per_step=section.seconds_per_step,
             tools=tools,
+            interface=section.interface,
+            python=section.interpreter,
         )
         self._resting: dict[int, Resting] = {}
         self._resting_before: dict[int, Resting] = {}

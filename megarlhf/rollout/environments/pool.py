@@ -37,6 +37,8 @@ class EnvironmentPool:
         *,
         workers: int,
         seconds_per_step: float,
+        interface: str = "megarlhf",
+        python: str | None = None,
         tools: ToolsStart | None = None,
     ) -> None:
         """
@@ -44,6 +46,8 @@ class EnvironmentPool:
         args: arguments of the class, by keyword
         workers: processes; each starts with its first conversation
         seconds_per_step: time limit of each call of `reset`, `step` and `close`
+        interface: `megarlhf`, see `answer.py`, or `gymnasium`, see `gymnasium_adapter.py`
+        python: interpreter of the processes; None: that of this process
         tools: in place of a class
         """
         self._closed = threading.Event()
@@ -55,7 +59,8 @@ class EnvironmentPool:
         self._waiting: set[int] = set()
         """Conversations whose reply the caller does not have yet."""
         self._workers = [
-            WorkerThread(function, args, seconds_per_step, self._put, self._closed, tools) for _ in range(workers)
+            WorkerThread(function, args, seconds_per_step, self._put, self._closed, interface, python, tools)
+            for _ in range(workers)
         ]
 
     def begin(self, fields: Mapping[str, Any], seed: int, history: Sequence[AnsweredCall] = ()) -> int:

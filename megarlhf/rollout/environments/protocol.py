@@ -28,8 +28,10 @@ class WorkerStart(NamedTuple):
 
     function: str
     args: Mapping[str, Any]
-    path: list[str]
-    """`sys.path` of the rank."""
+    interface: str
+    """Interface that the environment has: `environment.interface`."""
+    path: list[str] | None
+    """`sys.path` of the rank; None: the process keeps its own, as it runs under another interpreter."""
     seconds_per_step: float
     running_fd: int
     """File descriptor of the `RunningCode`."""

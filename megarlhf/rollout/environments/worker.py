@@ -9,9 +9,12 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 from megarlhf.rollout.environments.checks import check_environment
+from megarlhf.rollout.environments.gymnasium_adapter import adapted
 from megarlhf.rollout.environments.host import ConversationHost
 from megarlhf.rollout.environments.protocol import RunningCode, WorkerStart
 from megarlhf.rollout.tools.environment import ToolEnvironment, parser_of
@@ -25,22 +28,23 @@ def _answer(connection: Connection) -> None:
     start: WorkerStart = connection.recv()
     running = RunningCode(start.running_fd)
     os.close(start.running_fd)
-    sys.path[:] = start.path
+    if start.path is not None:
+        sys.path[:] = start.path
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy.random")  # before a conversation draws from it
     with contextlib.ExitStack() as stack:
+        args, seconds = start.args, start.seconds_per_step
         try:
-            if start.tools is None:
-                environment, args, seconds = (
-                    check_environment(start.function, start.args),
-                    start.args,
-                    start.seconds_per_step,
-                )
-            else:  # each call of a tool has its own time limit
-                environment, args, seconds = _tool_environment(start.tools, stack), {}, math.inf
+            if start.tools is not None:
+                environment: Callable[..., Any] = _tool_environment(start.tools, stack)
+                args, seconds = {}, math.inf  # each call of a tool has a time limit of its own
+            else:
+                environment = check_environment(start.function, start.args, start.interface)
         except ValueError as error:
             connection.send(str(error))
             return
+        if start.interface == "gymnasium":
+            environment = partial(adapted, environment)
         host = ConversationHost(environment, args, seconds, connection, running)
         connection.send("")
         host.serve()
@@ -55,5 +59,10 @@ def _tool_environment(tools: ToolsStart, stack: contextlib.ExitStack) -> Callabl
     return lambda: ToolEnvironment(box, parse, tools)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run as the arguments of the command line say."""
     run_child(int(sys.argv[1]), int(sys.argv[2]), _answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import select
-import sys
 import threading
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from megarlhf.own_code.interpreter import path_for
 from megarlhf.rollout.environments.answer import Answer, Turn
 from megarlhf.rollout.environments.protocol import (
     AnsweredCall,
@@ -85,11 +85,11 @@ class _Conversation:
 class _Worker:
     """A started process."""
 
-    def __init__(self, start: Callable[[int], WorkerStart], closed: threading.Event) -> None:
+    def __init__(self, start: Callable[[int], WorkerStart], closed: threading.Event, python: str | None) -> None:
         fd = new_running_fd()
         try:
             self.running = RunningCode(fd)
-            self.process = WorkerProcess(_MODULE, start(fd), closed, pass_fds=[fd])
+            self.process = WorkerProcess(_MODULE, start(fd), closed, pass_fds=[fd], python=python)
         finally:
             os.close(fd)
         self.fd = self.process.connection.fileno()
@@ -109,13 +109,19 @@ class WorkerThread:
         seconds_per_step: float,
         reply: Callable[[Reply], None],
         closed: threading.Event,
+        interface: str = "megarlhf",
+        python: str | None = None,
         tools: ToolsStart | None = None,
     ) -> None:
         """
         reply: takes one reply for each `begin` and each `step`
         closed: set when the pool is closed; `wake` must follow
+        interface, python, tools: as for `EnvironmentPool`
         """
-        self._start_message = partial(_start_message, function, dict(args), seconds_per_step, tools)
+        self._start_message = lambda running_fd: WorkerStart(
+            function, dict(args), interface, path_for(python), seconds_per_step, running_fd, tools
+        )
+        self._python = python
         self._seconds, self._reply, self._closed = seconds_per_step, reply, closed
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -199,7 +205,7 @@ class WorkerThread:
         """Start a process, and begin or repeat all conversations in it."""
         for pause in (*START_PAUSES, None):
             try:
-                worker = self._worker = _Worker(self._start_message, self._closed)
+                worker = self._worker = _Worker(self._start_message, self._closed, self._python)
                 break
             except Exception as error:  # noqa: BLE001 - the system may start no process, say
                 if self._closed.is_set():
@@ -343,9 +349,3 @@ class WorkerThread:
         for conversation in list(self._conversations.values()):
             if conversation.failure is None:
                 self._fail(conversation, error)
-
-
-def _start_message(
-    function: str, args: Mapping[str, Any], seconds_per_step: float, tools: ToolsStart | None, running_fd: int
-) -> WorkerStart:
-    return WorkerStart(function, args, list(sys.path), seconds_per_step, running_fd, tools)

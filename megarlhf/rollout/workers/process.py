@@ -10,14 +10,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from typing import Any
 
-from megarlhf.data.sources.reasoning_gym import SAME_HASHES
+from megarlhf.own_code.interpreter import command_of, variables_of
 from megarlhf.rollout.workers.supervisor import END, END_SECONDS
 
 START_SECONDS = 120.0
@@ -42,12 +41,20 @@ class WorkerProcess:
     """A process with its supervisor (`supervisor.py`) and a pipe to it. Used by one thread, and ends with that
     thread."""
 
-    def __init__(self, module: str, first: Any, closed: threading.Event, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        first: Any,
+        closed: threading.Event,
+        pass_fds: Sequence[int] = (),
+        python: str | None = None,
+    ) -> None:
         """
         module: run with `python -m`; it calls `run_child`
         first: message to which the process answers with "", or with why it refuses
         closed: set when the pool is closed and no answer is needed
         pass_fds: file descriptors that the process inherits, under the same numbers
+        python: interpreter that runs the module's `main`; None: that of the rank
 
         Raises: WorkerError, after which there is no process.
         """
@@ -55,9 +62,9 @@ class WorkerProcess:
         self.connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                [*command_of(module, python), str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno(), *pass_fds],
-                env=os.environ | SAME_HASHES,
+                env=variables_of(python),
                 stdin=subprocess.DEVNULL,
                 # The supervisor ends what the user's code started: it must outlive a kill of the rank's process group.
                 start_new_session=True,
