@@ -64,8 +64,8 @@ class EnvironmentConfig(FrozenModel):
             raise ValueError(f"{of_tools[0]} is read with tools only; leave it out")
         if self.tools and (of_class := self.changed("interface", "python")):
             raise ValueError(
-                f"{of_class[0]} is of a class, and tools run in the Python of the run; leave it out (functions that need "
-                "other packages can stand behind an MCP server)"
+                f"{of_class[0]} is of a class, and tools run in the Python of the run; leave it out (functions with "
+                "other packages may stand behind an MCP server)"
             )
         return self
 
