@@ -176,7 +176,7 @@ def _own_code(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
         notes.append(
             f"environment.function = {cfg.environment.function} is not started: its time and memory are not included."
         )
-        tree["environment"] |= {"function": ENVIRONMENT, "args": {}}
+        tree["environment"] |= {"function": ENVIRONMENT, "args": {}, "interface": "megarlhf", "python": None}
     return notes
 
 
