@@ -18,8 +18,10 @@ from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.own_code.digest import digest_of
 from megarlhf.own_code.interpreter import command_of, variables_of
 from megarlhf.planning.own_code import check_own_code, own_sources
+from megarlhf.rehearsal.fakes.inputs import ENVIRONMENT, stand_in
+from megarlhf.rehearsal.fakes.lengths import Constant
 from megarlhf.rollout.environments.pool import EnvironmentPool
-from tests.planning.configs import rl
+from tests.planning.configs import MODEL, rl
 from tests.refuses import refuses
 from tests.rollout.environment_talk import talks, turn
 
@@ -198,3 +200,13 @@ def test_modules_of_the_worker_need_python_3_10_only():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root, env=dict(os.environ)
     )
     assert done.stdout.strip() == "True ['megarlhf']"
+
+
+def test_a_rehearsal_asks_no_environment(module, python, tmp_path):
+    """Its stand-in has our interface, and runs under this Python."""
+    lengths = {"prompt_lengths": Constant(4), "response_lengths": Constant(4)}
+    cfg = configuration(python, module, interface="gymnasium")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(MODEL))
+    stood = stand_in(cfg, tmp_path, steps=1, **lengths).cfg.environment
+    assert (stood.function, stood.interface, stood.python) == (ENVIRONMENT, "megarlhf", None)

@@ -1,9 +1,9 @@
 """The demo's task: questions that only a tool can answer, the tool, and the reward.
 
-    What is the humidity in Oslo?   ->   weather(city="Oslo")   ->  {"temperature": 317, ...}  ->   It is 488.
+    What is the humidity in Oslo?   ->   weather(city="Oslo")   ->  {"temperature": 31, "wind": 12, ...}  ->   It is 48.
 
 The numbers are digests of city and quantity, so no model can know them. Training, choices and tests ask about different
-cities. Every prompt begins with an example of each quantity.
+cities. Every prompt begins with three examples.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
     "pressure": ("How high is the pressure in {}?", "What is the air pressure in {}?", "How heavy is the air in {}?"),
 }
 """Questions by quantity."""
-SHOWN = ("Paris", "Tokyo", "Cairo", "Lima")
-"""Cities of the examples, one for each quantity."""
+SHOWN = ("Paris", "Tokyo", "Cairo")
+"""Cities of the examples, each with another quantity. One quantity has no example."""
 CITIES = (Path(__file__).parent / "cities.txt").read_text(encoding="utf-8").split()
 SHARES = {"train": 0.6, "validation": 0.15, "test": 0.25}
 """Share of the cities of each file."""
@@ -42,9 +42,9 @@ def weather(city: str) -> dict[str, int]:
 
 
 def value_of(city: str, quantity: str) -> int:
-    """The measured value, from 100 to 999."""
+    """The measured value, from 10 to 99."""
     digest = hashlib.sha256(f"{city.strip().lower()} {quantity}".encode()).digest()
-    return 100 + int.from_bytes(digest[:4], "big") % 900
+    return 10 + int.from_bytes(digest[:4], "big") % 90
 
 
 def example(city: str, quantity: str) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def example(city: str, quantity: str) -> list[dict[str, Any]]:
 def records(name: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Records of a file: conversations that end with a question."""
     draw = random.Random(f"{seed} {name}")
-    shown = [message for pair in zip(SHOWN, QUESTIONS, strict=True) for message in example(*pair)]
+    shown = [message for pair in zip(SHOWN, QUESTIONS, strict=False) for message in example(*pair)]
     cities, made = cities_of(name, seed), []
     for number in range(count):
         city, quantity = cities[number % len(cities)], draw.choice(list(QUESTIONS))

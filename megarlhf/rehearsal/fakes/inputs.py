@@ -173,11 +173,12 @@ def _own_code(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
             )
             section[name] = stand_in
     if cfg.environment is not None:
-        what = f"function = {cfg.environment.function}" if cfg.environment.function else "tools"
-        notes.append(f"environment.{what}: not started; time, memory and descriptions are not included.")
-        of_tools = ("tools", "parser", "max_result_characters")
-        tree["environment"] = {key: value for key, value in tree["environment"].items() if key not in of_tools}
-        tree["environment"] |= {"function": ENVIRONMENT, "args": {}}
+        function = cfg.environment.function
+        what, whose = (f"function = {function} is", "its") if function else ("tools are", "their")
+        notes.append(f"environment.{what} not started: {whose} time and memory are not included.")
+        own = ("tools", "parser", "max_result_characters", "interface", "python")
+        kept = {key: value for key, value in tree["environment"].items() if key not in own}
+        tree["environment"] = kept | {"function": ENVIRONMENT, "args": {}}
     return notes
 
 

@@ -59,7 +59,7 @@ class McpServer:
         self._thread.start()
         future = asyncio.run_coroutine_threadsafe(self._connect(), self._loop)
         try:
-            self._descriptions = future.result(START_SECONDS + 1)
+            self._descriptions = future.result(START_SECONDS + 2 * CLOSE_SECONDS)
         except FutureTimeout:
             future.cancel()
             self.close()
@@ -145,7 +145,7 @@ class _Connection:
     async def open(self) -> list[dict[str, Any]]:
         """Descriptions of the server's tools. Raises: ValueError."""
         self._task = asyncio.create_task(self._run())
-        await asyncio.wait({self._task, self._opened}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._opened}, timeout=START_SECONDS)
         if self._opened.done():
             if (error := self._opened.exception()) is None:
                 return self._opened.result()
@@ -155,9 +155,9 @@ class _Connection:
         raise ValueError(f"{self._label} did not answer in {START_SECONDS:g} s{self._errors.words()}")
 
     async def close(self) -> None:
-        self._closing.set()
-        if not self._opened.done():
+        if not self._opened.done() and not self._closing.is_set():
             self._task.cancel()
+        self._closing.set()
         await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
         self._errors.close()
 
@@ -180,7 +180,7 @@ class _Connection:
                 described = await self._described(session)
                 self._opened.set_result(described)
                 await self._closing.wait()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - groups of the package, and its cancellation
             if self._opened.done():
                 return  # the connection was lost, which `is_alive` tells
             self._opened.set_exception(_first(error))
