@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import linecache
 import os
 import resource
 import signal
@@ -42,21 +42,22 @@ def run_child(request: Request, guard: int, folder: str, output_fd: int, ready_f
     os.environ.update({"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder})
     isolate(request, folder)
     sys.path[:] = [path for path in sys.path if path != request["root"]] + request["libraries"] + [folder]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megarlhf"]:
+        del sys.modules[name]
     sys.argv[:] = [_NAME]
     # One stream for both keeps the order of writing.
-    stream = io.TextIOWrapper(io.FileIO(1, "w"), "utf-8", "backslashreplace", line_buffering=True)  # type: ignore[arg-type]
+    stream = io.TextIOWrapper(io.FileIO(1, "w"), "utf-8", "backslashreplace", line_buffering=True)
     sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = stream  # type: ignore[misc]
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.write(3, b"1")
     os.close(3)
-    return _run(request["code"], stream)
+    return _run(request["code"])
 
 
-def _run(code: str, stream: io.TextIOWrapper) -> int:
+def _run(code: str) -> int:
     import ast  # allowed to be slow or to fail: the child's time and memory are limited
 
-    _show_own_lines()
-    linecache.cache[_NAME] = (len(code), None, code.splitlines(keepends=True), _NAME)
+    _show_own_lines(code)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         tree = ast.parse(code, _NAME)
@@ -70,39 +71,38 @@ def _run(code: str, stream: io.TextIOWrapper) -> int:
         if isinstance(error, MemoryError):
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        _show(error, stream)
+        _show(error, code)
         return OUT_OF_MEMORY if isinstance(error, MemoryError) else 0
     return 0
 
 
-def _show_own_lines() -> None:
+def _show_own_lines(code: str) -> None:
     """Let errors of threads, and those at exit, also show the code's own lines only."""
     import threading
 
     def show_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and args.exc_type is not SystemExit:
-            _show(args.exc_value, sys.__stderr__, f"In thread {args.thread.name if args.thread else '?'}: ")
+            _show(args.exc_value, code, f"In thread {args.thread.name if args.thread else '?'}: ")
 
     threading.excepthook = show_thread
-    sys.excepthook = lambda kind, error, trace: _show(error, sys.__stderr__)
+    sys.excepthook = lambda kind, error, trace: _show(error, code)
 
 
-def _show(error: BaseException, stream: io.TextIOBase | object, prefix: str = "") -> None:
+def _show(error: BaseException, code: str, prefix: str = "") -> None:
     """Write the traceback past the stream, which the code may have closed."""
+    import linecache
     import traceback
 
+    linecache.cache[_NAME] = (len(code), None, [line + "\n" for line in code.split("\n")], _NAME)
     shown = traceback.TracebackException.from_exception(error, compact=True)
     _keep_own_lines(shown)
-    try:
-        stream.flush()  # type: ignore[attr-defined]
-    except (ValueError, OSError):
-        pass
+    with contextlib.suppress(ValueError, OSError):
+        if sys.__stderr__ is not None:
+            sys.__stderr__.flush()
     data = (prefix + "".join(shown.format())).encode("utf-8", "backslashreplace")
-    try:
+    with contextlib.suppress(OSError):  # the code has closed it
         while data:
             data = data[os.write(2, data) :]
-    except OSError:  # the code has closed it
-        pass
 
 
 def _keep_own_lines(shown: TracebackException) -> None:

@@ -6,6 +6,7 @@ the standard library is imported, and little of it, because a guard is started f
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import marshal
 import os
@@ -97,10 +98,8 @@ def _watch(child: int, request: Request, folder: str, output_fd: int, ready_fd: 
     wait = select.poll()
     wait.register(0, 0)  # the pipe's end is always reported
     wait.register(output_fd, select.POLLIN)
-    try:
+    with contextlib.suppress(OSError):  # an old kernel: the end is seen a tick later
         wait.register(os.pidfd_open(child), select.POLLIN)
-    except OSError:  # an old kernel: the end is seen a tick later
-        pass
     next_look, why = 0.0, None
     while why is None and (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         events = dict(wait.poll(_TICK_SECONDS * 1000))
@@ -164,10 +163,8 @@ def end_processes() -> None:
         except ChildProcessError:
             return
         for pid in descendants(os.getpid()):
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
         time.sleep(0.001)
 
 

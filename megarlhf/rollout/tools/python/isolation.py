@@ -18,7 +18,15 @@ PROTECTIONS = {"landlock": landlock_version, "seccomp": has_seccomp}
 """Whether the system has a protection, by its name."""
 SPARE_MB = 32
 """Memory beyond the limit, for showing an error when memory is used up."""
-_SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/urandom")
+_SYSTEM_LIBRARIES = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/etc/ld.so.cache",
+    "/usr/share/zoneinfo",
+    "/dev/urandom",
+)
 _OPEN_FILES = 128
 
 
@@ -26,11 +34,13 @@ def isolate(request: Request, folder: str) -> None:
     """Raises: OSError if the system has a protection that cannot be used."""
     limits = request["limits"]
     _set_limits(int(limits["seconds"]) + 2, int(limits["memory_mb"]) << 20, int(limits["file_mb"]) << 20)
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # the process that the kernel ends first when the machine's memory is used up
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # the process that the kernel ends first when the machine's memory is used up
+    except OSError:  # /proc may be read-only in a container
+        pass
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if os.geteuid() == 0:
-        kernel.drop_capabilities()
+    kernel.drop_capabilities()
     if "landlock" in request["protections"]:
         # Not all of `sys.path`: the folder of the run is in it.
         installations = [os.path.join(prefix, "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)]

@@ -1,6 +1,7 @@
-"""Landlock: which files the calling process may open from now on (https://docs.kernel.org/userspace-api/landlock.html).
+"""Landlock: which files the calling process may open from now on.
 
-Landlock does not hide that a file exists (stat), nor does it forbid to change its mode; `seccomp.py` forbids the latter.
+Landlock does not hide that a file exists (stat), nor does it forbid to change its mode; `seccomp.py` forbids the
+latter. Source: https://docs.kernel.org/userspace-api/landlock.html
 """
 
 from __future__ import annotations

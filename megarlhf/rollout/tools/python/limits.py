@@ -24,13 +24,17 @@ class PythonLimits:
     """Number of files."""
 
     def __post_init__(self) -> None:
-        least = {"seconds": 0.1, "memory_mb": 64, "output_bytes": 100}
+        least: dict[str, float] = {"seconds": 0.1, "memory_mb": 64, "output_bytes": 100}
         for field in fields(self):
-            value, minimum = getattr(self, field.name), least.get(field.name, 1)
+            value: Any = getattr(self, field.name)
+            minimum = least.get(field.name, 1)
             kind: tuple[type, ...] = (int, float) if field.name == "seconds" else (int,)
-            if isinstance(value, bool) or not isinstance(value, kind) or not minimum <= value < 10**9:
+            has_kind = isinstance(value, kind) and not isinstance(value, bool)
+            if not has_kind or not minimum <= value < 10**9:
                 name = "a number" if field.name == "seconds" else "an integer"
-                raise ValueError(f"limit {field.name!r} of the Python tool is {value!r}; use {name} of {minimum} or more")
+                raise ValueError(
+                    f"limit {field.name!r} of the Python tool is {value!r}; use {name} of {minimum} or more"
+                )
 
 
 def describe_python(limits: PythonLimits) -> dict[str, Any]:

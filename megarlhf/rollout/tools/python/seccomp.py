@@ -37,8 +37,9 @@ close_range 436 436, recvfrom 45 207, recvmsg 47 212, shutdown 48 210, getsockna
 getsockopt 55 209, flock 73 32, fsync 74 82, fdatasync 75 83, ftruncate 77 46, fadvise64 221 223, getdents64 217 61,
 getcwd 79 17, chdir 80 49, fchdir 81 50, renameat 264 38, renameat2 316 276, unlinkat 263 35, readlinkat 267 78,
 umask 95 166, faccessat 269 48, faccessat2 439 439, statfs 137 43, fstatfs 138 44, open 2 -, stat 4 -, lstat 6 -,
-poll 7 -, access 21 -, pipe 22 -, select 23 -, dup2 33 -, pause 34 -, alarm 37 -, getdents 78 -, rename 82 -, creat 85 -,
-unlink 87 -, readlink 89 -, getrlimit 97 163, getpgrp 111 -, time 201 -, epoll_create 213 -, epoll_wait 232 -, eventfd 284 -
+poll 7 -, access 21 -, pipe 22 -, select 23 -, dup2 33 -, pause 34 -, alarm 37 -, getdents 78 -, rename 82 -,
+creat 85 -, unlink 87 -, readlink 89 -, getrlimit 97 163, getpgrp 111 -, time 201 -, epoll_create 213 -,
+epoll_wait 232 -, eventfd 284 -
 """
 """Calls that are always allowed, each with its number on x86_64 and on aarch64."""
 
