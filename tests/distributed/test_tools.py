@@ -98,7 +98,9 @@ def test_a_killed_run_goes_on_bit_for_bit(model, vllm_ranks, tmp_path) -> None:
     runs = []
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
-        cfg = job(model, tmp_path / name, ["tests.rollout.tools.functions:look_up", "tests.rollout.tools.functions:add"])
+        cfg = job(
+            model, tmp_path / name, ["tests.rollout.tools.functions:look_up", "tests.rollout.tools.functions:add"]
+        )
         cfg["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "background": False}
         runs.append((tmp_path / name / "run", argv_of("rl", cfg, tmp_path / f"{name}.yaml")))
     (whole, argv), (cut, argv_cut) = runs

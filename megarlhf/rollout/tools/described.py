@@ -86,9 +86,9 @@ def _descriptions(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "function" in spec:
         return [describe_function(spec["function"])]
     if "python" in spec:
-        from megarlhf.rollout.tools.python.run import PythonLimits, description_of
+        from megarlhf.rollout.tools.python.limits import PythonLimits, describe_python
 
-        return [description_of(PythonLimits(**spec["python"]))]
+        return [describe_python(PythonLimits(**spec["python"]))]
     from megarlhf.rollout.tools.mcp_servers import McpServer
 
     server = McpServer(spec, seconds=60.0)
@@ -133,7 +133,7 @@ def missing_protection(environment: EnvironmentConfig) -> list[str]:
     """Sentences on what the system does not enforce for the Python tool; none without it."""
     if all((isinstance(tool, str) and tool != PYTHON) or hasattr(tool, "mcp") for tool in environment.tools):
         return []
-    from megarlhf.rollout.tools.python.run import missing_protection as missing
+    from megarlhf.rollout.tools.python.tool import missing_protection as missing
 
     return [f"The Python tool is not fully enclosed on this machine: {sentence}." for sentence in missing()]
 

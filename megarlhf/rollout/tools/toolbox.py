@@ -92,7 +92,8 @@ class _Python:
     """The Python tool."""
 
     def __init__(self, limits: Mapping[str, Any]) -> None:
-        from megarlhf.rollout.tools.python.run import PythonLimits, run_python
+        from megarlhf.rollout.tools.python.limits import PythonLimits
+        from megarlhf.rollout.tools.python.tool import run_python
 
         self._limits, self._run = PythonLimits(**limits), run_python
 

@@ -20,7 +20,8 @@ NAMES = ("add", "look_up", "misbehave", "slow")
 
 
 def started(*names, seconds=2.0, keys=("name", "tool_call_id"), form="hermes"):
-    cfg = EnvironmentConfig.model_validate({"tools": [HERE + name for name in names]})
+    tools = [name if isinstance(name, dict) or ":" in name else HERE + name for name in names]
+    cfg = EnvironmentConfig.model_validate({"tools": tools})
     start = ToolsStart(sources_of(cfg), form, "", ["<|im_end|>", "<s>"], keys, "", seconds, 1000)
     return EnvironmentPool("", {}, workers=1, seconds_per_step=seconds, tools=start)
 
@@ -151,6 +152,20 @@ def test_a_function_that_never_returns_loses_its_conversation_only():
         assert reply.late
         assert reply.error.startswith("took longer than 1 s")
         assert other.contents(call("add", a=1, b=2)) == ["3"]
+    finally:
+        pool.close()
+
+
+def test_the_python_tool_in_a_conversation():
+    """Between other calls, with limits of the configuration; what exceeds them is an observation."""
+    pool = started({"python": {"seconds": 1.0, "output_bytes": 200}}, HERE + "add")
+    try:
+        asked, code = Asked(pool), "import math\nmath.comb(10, 5)"
+        calls = [call("python", code=code), call("add", a=1, b=1), call("python", code="while True: pass")]
+        first, second, third = asked.contents("".join(calls))
+        assert (first.strip(), second) == ("252", "2")
+        assert third.startswith("error: The code ")
+        assert asked.contents(call("python", program="1"))[0].startswith("error: wrong arguments for python: ")
     finally:
         pool.close()
 
