@@ -3,6 +3,7 @@
 Not covered: kills by SIGKILL (`make test-faults`), and models that learn (`make demo-tools`).
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def turns_of(run: Path) -> list[dict[str, Any]]:
     for file in sorted((run / "samples").glob("step_*.jsonl")):
         for line in file.read_text().splitlines():
             spoken = json.loads(line)["turns"]
-            turns += [{**turn, "results": after["observed"]} for turn, after in zip(spoken, spoken[1:], strict=False)]
+            turns += [{**turn, "results": after["observed"]} for turn, after in itertools.pairwise(spoken)]
     return turns
 
 
