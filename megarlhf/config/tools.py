@@ -22,8 +22,9 @@ class McpToolConfig(FrozenModel):
     """Command that starts the server (`python server.py`), or the URL of one that runs (`http://HOST:PORT/mcp`)."""
     names: tuple[str, ...] = ()
     """Tools of the server that the model gets; default: all."""
-    env: Mapping[str, str] = {}
-    """Environment variables for the command. Of the run's own ones a server gets only a few, such as PATH and HOME."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables of the run that the command gets, such as that of a key, besides PATH, HOME and
+    a few others. Values are not written down: for others write `env NAME=VALUE COMMAND`."""
     cwd: Path | None = None
     """Working directory of the command."""
 

@@ -58,7 +58,7 @@ def job(model: Path, folder: Path, tools: list[Any], **environment: Any) -> dict
 
 
 def mcp(notes: Path, way: str = "good", names: tuple[str, ...] = ("add", "act")) -> dict[str, Any]:
-    return {"mcp": f"'{sys.executable}' '{SERVER}' {way}", "names": names, "env": {"NOTES": str(notes)}}
+    return {"mcp": f"env NOTES='{notes}' '{sys.executable}' '{SERVER}' {way}", "names": names}
 
 
 def turns_of(run: Path) -> list[dict[str, Any]]:

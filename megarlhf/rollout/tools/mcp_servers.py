@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from megarlhf.data.text.tool_keys import without_key
 from megarlhf.own_code.failures import cut, describe_error, error_text
 from megarlhf.rollout.tools.call import ToolError
 
@@ -196,7 +197,12 @@ class _Connection:
             transport: Any = streamable_http_client(target)
         else:
             command, *args = shlex.split(target)
-            cwd, env = self._spec.get("cwd"), dict(self._spec.get("env") or {})
+            cwd, names = self._spec.get("cwd"), self._spec.get("env") or ()
+            if missing := [name for name in names if name not in os.environ]:
+                raise ValueError(
+                    f"{self._label} needs the environment variable {missing[0]}, which is not set; export it"
+                )
+            env = {name: os.environ[name] for name in names}
             parameters = StdioServerParameters(
                 command=command, args=args, env=env, cwd=cwd, encoding_error_handler="replace"
             )
@@ -231,7 +237,7 @@ class _Connection:
         """Raises: ValueError for a schema of arguments that is none."""
         from jsonschema import Draft202012Validator, SchemaError
 
-        schema = json.loads(json.dumps(tool.input_schema))
+        schema = without_key(json.loads(json.dumps(tool.input_schema)), "title")  # some templates would not write it
         try:
             Draft202012Validator.check_schema(schema)
         except SchemaError as error:

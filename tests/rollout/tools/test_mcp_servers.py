@@ -32,7 +32,7 @@ class Started:
 
     def __init__(self, notes: Path, way: str = "good", seconds: float = 2.0, **spec):
         self.notes = notes
-        self.server = McpServer({"mcp": command(way), "env": {"NOTES": str(notes)}, **spec}, seconds)
+        self.server = McpServer({"mcp": f"env NOTES='{notes}' {command(way)}", **spec}, seconds)
         self.described = self.server.start()
 
     def call(self, name, **arguments):
@@ -57,7 +57,8 @@ def test_descriptions_are_those_of_the_server(good):
     functions = [tool["function"] for tool in good.described]
     assert [function["name"] for function in functions] == ["add", "act", "slow", "picture", "table"]
     assert functions[0]["description"] == "Add two numbers."
-    assert functions[0]["parameters"]["required"] == ["a", "b"]
+    numbers = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    assert functions[0]["parameters"] == {"type": "object", "properties": numbers, "required": ["a", "b"]}
 
 
 @pytest.mark.parametrize("name, arguments, text", [
@@ -183,6 +184,24 @@ def test_closing_during_a_call_and_twice(tmp_path):
 def test_servers_that_cannot_be_used(target, words):
     with pytest.raises(ValueError, match=f"(?s)^the MCP server .*{words}"):
         McpServer({"mcp": target}, 2.0).start()
+
+
+def test_variables_of_the_run(tmp_path, monkeypatch):
+    """A server gets those that are named, and no others."""
+    with pytest.raises(ValueError, match="needs the variable SOME_KEY, which is not set; export it"):
+        McpServer({"mcp": command("good"), "env": ["SOME_KEY"]}, 2.0).start()
+    monkeypatch.setenv("SOME_KEY", "1")
+    monkeypatch.setenv("OTHER_KEY", "2")
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    server = McpServer({"mcp": command("good"), "env": ["SOME_KEY", "NOTES"]}, 2.0)
+    try:
+        server.start()
+        pid = int((tmp_path / "notes").read_text().split()[1])
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert b"SOME_KEY=1" in variables
+        assert b"OTHER_KEY=2" not in variables
+    finally:
+        server.close()
 
 
 def test_a_server_that_does_not_have_a_chosen_tool(tmp_path):
