@@ -53,10 +53,10 @@ def write_chat_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
     shape: dict[str, Any] = {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
     shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    shape |= {"max_position_embeddings": 1024}
     ends = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": END}
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
-        max_position_embeddings=1024,
         initializer_range=0.08,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         **(shape | ends | changes),

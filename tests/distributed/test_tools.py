@@ -16,13 +16,13 @@ from tests.command import argv_of
 from tests.distributed.environment_jobs import failing_command
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_resume import rows, weights
+from tests.distributed.test_slices import TRAIN
 from tests.rollout.tools.calling_model import write_calling_model
 
 SERVER = Path(__file__).parents[1] / "rollout/tools/mcp_server.py"
-TRAIN = "megarlhf.trainers.supervised.optimizer:Optimizer"
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -45,7 +45,7 @@ def job(model: Path, folder: Path, tools: list[Any], **environment: Any) -> dict
         "actor": {"model": {"path": str(model)}, "optim": {"lr": 1e-3}},
         "environment": {"tools": tools, "max_turns": 4, "max_turn_tokens": 4, **environment},
         "rewards": [{"kind": "rule", "rule": "numeric_match"}],
-        "data": {"train": str(prompts), "max_prompt_tokens": 1200},
+        "data": {"train": str(prompts), "max_prompt_tokens": 1100},
         "rollout": {"num_samples_per_prompt": 2, "max_response_tokens": 900, "engine": "vllm"},
         "train": {
             "num_steps": 2,
@@ -94,21 +94,27 @@ def test_a_run_survives_a_server_that_ends_and_one_that_is_slow(model, vllm_rank
     assert ANSWER not in seen, "an answer ends its conversation"
 
 
-def test_a_killed_run_goes_on_bit_for_bit(model, vllm_ranks, tmp_path) -> None:
-    """Calls of conversations in flight are made again, and their results compared."""
-    runs = []
+@pytest.mark.parametrize("outcome, calls, owner, method", [
+    ("killed", 2, TRAIN, "step"), ("ended", 12, "megarlhf.rollout.bank:StepBank", "add_turn"),
+])  # fmt: skip
+def test_a_killed_run_goes_on_bit_for_bit(outcome, calls, owner, method, model, ranks, vllm_ranks, tmp_path) -> None:
+    """Killed while it trains, or losing its engine in the middle of a rollout, after which it begins the conversations
+    in flight again: their calls are made again, and the results compared."""
+    pool, runs = ranks if outcome == "killed" else vllm_ranks, []
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
         cfg = job(
             model, tmp_path / name, ["tests.rollout.tools.functions:look_up", "tests.rollout.tools.functions:add"]
         )
+        cfg["rollout"]["engine"] = "megatron" if outcome == "killed" else "vllm"
         cfg["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "background": False}
         runs.append((tmp_path / name / "run", argv_of("rl", cfg, tmp_path / f"{name}.yaml")))
     (whole, argv), (cut, argv_cut) = runs
-    vllm_ranks.run(1, "command", *argv)
-    outcome, written = vllm_ranks.run(1, command_until, 12, "megarlhf.rollout.bank:StepBank", "add_turn", *argv_cut)[0]
-    assert outcome == "killed", written
-    vllm_ranks.run(1, "command", *argv_cut)
+    pool.run(1, "command", *argv)
+    ended, written = pool.run(1, command_until, calls, owner, method, *argv_cut)[0]
+    assert (ended, "The rollout engine is rebuilt" in written) == (outcome, outcome == "ended"), written
+    if outcome == "killed":
+        pool.run(1, "command", *argv_cut)
     assert rows(cut) == rows(whole)
     assert weights(cut) == weights(whole)
     assert any("error: there is no tool 'act'" in json.dumps(turn["results"]) for turn in turns_of(whole))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -46,6 +46,12 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 VERSION = 6
 """Version of reading and tokenizing records. It is part of the cache's keys."""
+
+NO_TEMPLATE_FOR_TOOLS = (
+    "environment.tools needs a chat template, which describes the tools to the model, and prompts are plain texts here; "
+    "set data.template: chat, or give a template (data.chat_template)"
+)
+"""Message about prompts that cannot describe tools."""
 
 Form = Literal["texts", "conversations", "raw texts"]
 Read = TypeVar("Read")
@@ -275,8 +281,9 @@ class PromptEncoder(_Options):
         writer = self.writer(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PromptSample | Changed:
-            record = self._with_tools(record)
             asked = _skipping(prompt_of, record, self)
+            if self.tools:
+                asked, record = self._with_tools(asked, record)
             others = {key: value for key, value in record.items() if key not in CONVERSATION_COLUMNS}
             text, tokens, omissions = writer.asked(asked)
             require_at_most(len(tokens), self.max_prompt_tokens, "prompt")
@@ -287,16 +294,20 @@ class PromptEncoder(_Options):
 
         return sample
 
-    def _with_tools(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The record with the run's tools. Raises: ValueError for one with tools of its own."""
-        if not self.tools:
-            return record
-        if record.get("tools"):
+    def _with_tools(
+        self, asked: str | Conversation, record: Mapping[str, Any]
+    ) -> tuple[Conversation, Mapping[str, Any]]:
+        """The prompt and its record with the run's tools. Raises: ValueError for a text, and for a record with tools of
+        its own."""
+        if not isinstance(asked, Conversation):
+            raise ValueError(NO_TEMPLATE_FOR_TOOLS)
+        if asked.tools:
             raise ValueError(
                 "the record has a column 'tools', and the run has environment.tools: the model would be told of tools "
                 "that nothing executes; leave one of them out (columns: {not_read: tools})"
             )
-        return {**record, "tools": list(self.tools)}
+        tools = [dict(tool) for tool in self.tools]
+        return replace(asked, tools=tools), {**record, "tools": tools}
 
 
 _READERS: Mapping[type[_Options], Callable[[Mapping[str, Any], Template], Any]] = {

@@ -26,13 +26,11 @@ def turn_notes(cfg: Any, encoder: Any, record: Mapping[str, Any]) -> list[str]:
     if environment is None or actor is None:
         return []
     # Imported where they are needed: they import torch and Megatron-Core.
-    from megarlhf.rollout.environments.environment import rendering_of, require_template
+    from megarlhf.rollout.environments.environment import rendering_of
     from megarlhf.rollout.environments.template_trial import describe_trials, try_template
     from megarlhf.rollout.factory import sampling_of
 
     asked = prompt_of(record, cfg.data.template_mode)
-    if environment.tools:
-        require_template(isinstance(asked, Conversation))
     if not isinstance(asked, Conversation):
         return []
     tokenizer = load_tokenizer(actor.model.tokenizer_place())

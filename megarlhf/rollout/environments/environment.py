@@ -12,6 +12,7 @@ from megarlhf.config.ask import AskConfig
 from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.data.records.conversations import tools_of, variables_of
 from megarlhf.data.sample_types import PromptSample
+from megarlhf.data.samples.encoders import NO_TEMPLATE_FOR_TOOLS
 from megarlhf.data.text.templates import Conversation, chat_template, has_template
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.rollout.environments.answer import Answer, Messages
@@ -88,8 +89,8 @@ class Environment:
         self._plain = PlainRendering(tokenizer)
         tools = None
         if section.tools:
-            require_template(self.chat is not None)
-            assert self.chat is not None, "checked"
+            if self.chat is None:
+                raise ValueError(NO_TEMPLATE_FOR_TOOLS)
             tools = tools_start(section, self.chat.template, tokenizer_place)
         self.pool = EnvironmentPool(
             section.function or "",
@@ -238,15 +239,6 @@ def environment_of(
         end_ids=sampling.end_ids,
         max_tokens=cfg.rollout.max_response_tokens,
     )
-
-
-def require_template(has_template: bool) -> None:
-    """Raises: ValueError for tools where prompts are written without a chat template."""
-    if not has_template:
-        raise ValueError(
-            "environment.tools needs a chat template, which describes the tools to the model, and prompts are plain "
-            "texts here; set data.template: chat, or give a template (data.chat_template)"
-        )
 
 
 def rendering_of(section: EnvironmentConfig, data: ConversationConfig, tokenizer: Tokenizer) -> ChatRendering | None:

@@ -20,7 +20,7 @@ def write_calling_model(directory: Path, texts: Sequence[str]) -> Path:
     from tokenizers import AddedToken, Tokenizer
     from transformers import LlamaForCausalLM
 
-    write_chat_model(directory, tie_word_embeddings=False)
+    write_chat_model(directory, tie_word_embeddings=False, max_position_embeddings=2048)
     file = directory / "tokenizer.json"
     tokenizer = Tokenizer.from_str(file.read_text())
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts])
