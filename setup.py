@@ -29,6 +29,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.31"],  # run.wandb
     "serve": ["starlette", "uvicorn"],  # megarlhf serve-reward
     "verifiers": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # the rules math_verify and reasoning_gym
+    "tools": ["mcp>=2", "jsonschema>=4"],  # environment.tools
     "gguf": ["gguf>=0.17"],  # quantized tensors in `python -m tools.gguf_to_hf`
     "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
 }
