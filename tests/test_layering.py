@@ -69,6 +69,7 @@ HOUSE: tuple[dict[str, str], ...] = (
         "resume.points": "resume points on disk",
     },
     {"rollout.environments": "the user's code that answers a model's turns, and the text between turns"},
+    {"rollout.tools": "calls of tools: their forms, MCP servers, Python, descriptions"},
     {"rollout.responses": "what is drawn", "rollout.workers": "processes that run the user's code"},
     {"resume.signals": "how a run is asked to stop"},
     {"models": "parts of Megatron-Core put together on a mesh, filled by copy plans"},
@@ -162,8 +163,13 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "rehearsal/fake_device/torch_patches.py",
         "rehearsal/fake_device/megatron_patches.py",
     ),
-    # The engine, and apart from it what is patched: they change for different reasons.
-    "vllm": ("rollout/vllm/build.py", "rollout/vllm/engine.py", "rollout/vllm/patches.py"),
+    # The engine, and apart from it what is patched: they change for different reasons. Its parsers of calls, by name.
+    "vllm": (
+        "rollout/vllm/build.py",
+        "rollout/vllm/engine.py",
+        "rollout/vllm/patches.py",
+        "rollout/tools/forms/vllm_parser.py",
+    ),
     # A rehearsal counts a kernel instead of compiling it.
     "triton": ("kernels/", "rehearsal/fake_device/torch_patches.py"),
 }

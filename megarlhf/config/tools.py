@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, PositiveInt, Tag
+from pydantic import BeforeValidator, PositiveInt, model_validator
 
-from megarlhf.config.own_names import PathOnly, require_path
+from megarlhf.config.own_names import PathOnly
 from megarlhf.config.roles import FrozenModel, Positive
 
 PYTHON = "python"
 """Name of the Python tool with its default limits."""
 
 
-class McpToolConfig(FrozenModel):
-    """Tools of an MCP server. Each worker process has a server of its own, or a connection to the URL."""
-
-    mcp: str
-    """Command that starts the server (`python server.py`), or the URL of one that runs (`http://HOST:PORT/mcp`)."""
-    names: tuple[str, ...] = ()
-    """Tools of the server that the model gets; default: all."""
-    env: tuple[str, ...] = ()
-    """Names of environment variables of the run that the command gets, such as that of a key, besides PATH, HOME and
-    a few others. Values are not written down: for others write `env NAME=VALUE COMMAND`."""
-    cwd: Path | None = None
-    """Working directory of the command."""
-
-
 class PythonLimitsConfig(FrozenModel):
     """Limits of one call of the Python tool."""
 
     seconds: Positive = 10.0
-    """Time."""
+    """Most time of a call."""
     memory_mb: PositiveInt = 512
-    """Memory of all its processes."""
+    """Most memory, interpreter and libraries included (numpy takes 150 MB)."""
     processes: PositiveInt = 16
-    """Processes and threads."""
+    """Most threads."""
     output_bytes: PositiveInt = 20_000
-    """Bytes of output that the model sees."""
+    """Most bytes of output that the model sees: the first and the last half."""
     file_mb: PositiveInt = 16
-    """Size of all files that it writes."""
+    """Largest size of all files together."""
     files: PositiveInt = 200
-    """Number of files."""
+    """Most files."""
 
 
-class PythonToolConfig(FrozenModel):
-    """Python code in a process of its own, without network (docs/tools.md)."""
+class ToolConfig(FrozenModel):
+    """A tool, or the tools of a server: `function`, `mcp` or `python`. A text in place of the mapping is a `function`,
+    or the word `python`."""
 
-    python: PythonLimitsConfig
+    function: PathOnly | None = None
+    """Function of yours, `package.module:function`, with a docstring and types."""
+    mcp: str | None = None
+    """Command that starts an MCP server (`python server.py`), or the URL of one that runs (`http://HOST:PORT/mcp`).
+    Each worker process has a server of its own, or a connection to the URL."""
+    names: tuple[str, ...] = ()
+    """Tools of the server that the model gets; default: all."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables of the run that the server gets, such as that of a key, besides PATH, HOME and a
+    few others. Values are not written down: for others write `env NAME=VALUE COMMAND`."""
+    cwd: Path | None = None
+    """Working directory of the server."""
+    python: PythonLimitsConfig | None = None
+    """Python code in a process of its own, without network, with these limits."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kinds = [name for name in ("function", "mcp", "python") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(
+                f"got {' and '.join(kinds) or 'none of function, mcp and python'}, expected one of function, mcp and "
+                "python in each entry of tools"
+            )
+        if self.mcp is None and (of_server := self.changed("names", "env", "cwd")):
+            raise ValueError(f"{of_server[0]} is of an MCP server, and {kinds[0]} has none; leave it out")
+        return self
+
+    @property
+    def kind(self) -> Literal["function", "mcp", "python"]:
+        """Kind of the tool."""
+        return "function" if self.function is not None else "mcp" if self.mcp is not None else "python"
 
 
-def _kind(tool: Any) -> str:
-    """Kind of a tool in the configuration. Raises: ValueError for something else."""
+def _as_mapping(tool: Any) -> Any:
     if isinstance(tool, str):
-        return "function"
-    for kind, model in (("mcp", McpToolConfig), ("python", PythonToolConfig)):
-        if isinstance(tool, model) or (isinstance(tool, Mapping) and kind in tool):
-            return kind
-    raise ValueError(
-        f"got {tool!r}, expected a tool: a function's import path (mine:search), {{mcp: COMMAND OR URL}}, {PYTHON}, or "
-        f"{{{PYTHON}: {{seconds: 5}}}}"
-    )
+        return {"python": {}} if tool == PYTHON else {"function": tool}
+    return tool
 
 
-def _named(tool: Any) -> Any:
-    return tool if tool == PYTHON or not isinstance(tool, str) else require_path(tool)
-
-
-Tool = Annotated[
-    Annotated[PathOnly | str, BeforeValidator(_named), Tag("function")]
-    | Annotated[McpToolConfig, Tag("mcp")]
-    | Annotated[PythonToolConfig, Tag("python")],
-    Discriminator(_kind),
-]
-"""A tool: the import path of a function, `python`, or a mapping."""
+Tool = Annotated[ToolConfig, BeforeValidator(_as_mapping)]
+"""A tool in any of its forms."""

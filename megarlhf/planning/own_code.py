@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from megarlhf.architectures.own_families import family_sources
 from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
-from megarlhf.config.tools import PYTHON
 from megarlhf.data.sources.environment_source import is_environment, look_at_source
 from megarlhf.data.sources.procedural import parse
 from megarlhf.own_code.advantage import load_advantage
@@ -92,8 +91,8 @@ def _of_environment(cfg: Any) -> Iterator[OwnCode]:
                 look = partial(look_at, function, environment.args, environment.interface, python)
             yield OwnCode("environment.function", "environment", function, look)
         for number, tool in enumerate(environment.tools):
-            if isinstance(tool, str) and tool != PYTHON:
-                yield OwnCode(f"environment.tools[{number}]", "tool", tool)
+            if tool.function is not None:
+                yield OwnCode(f"environment.tools[{number}]", "tool", tool.function)
 
 
 def _of_data(cfg: Any) -> Iterator[OwnCode]:

@@ -48,8 +48,8 @@ VERSION = 6
 """Version of reading and tokenizing records. It is part of the cache's keys."""
 
 NO_TEMPLATE_FOR_TOOLS = (
-    "environment.tools needs a chat template, which describes the tools to the model, and prompts are plain texts here; "
-    "set data.template: chat, or give a template (data.chat_template)"
+    "environment.tools needs a chat template, which describes the tools to the model, and prompts are plain texts "
+    "here; set data.template: chat, or give a template (data.chat_template)"
 )
 """Message about prompts that cannot describe tools."""
 

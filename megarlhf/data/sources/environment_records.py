@@ -113,7 +113,7 @@ def _observed(environment: Any, seed: int, label: str) -> dict[str, Any]:
 
 
 def _called(label: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """What user code returns, sync or async. Raises: ValueError with the user's line."""
+    """Result of user code, sync or async. Raises: ValueError with the user's line."""
     try:
         returned = function(*args, **named)
         return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned

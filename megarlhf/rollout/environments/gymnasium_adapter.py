@@ -54,7 +54,7 @@ class GymnasiumAdapter:
         """Whether prompts have no template."""
 
     def reset(self, fields: Mapping[str, Any], seed: int) -> Any:
-        """None or messages that follow the prompt, perhaps to be awaited. Raises: CallError."""
+        """Begin a conversation: None, or messages that follow the prompt, perhaps to be awaited. Raises: CallError."""
         self._writes_texts = fields.get("messages") is None
         made_prompt = fields.get(SEED_COLUMN) is not None
         # The prompt was made without options: with other arguments it might be another one.
@@ -73,7 +73,7 @@ class GymnasiumAdapter:
         return close() if callable(close) else None
 
     def _opening(self, returned: Any, asked: Mapping[str, Any] | None) -> Messages | str | None:
-        """What follows the prompt. `asked`: the record whose prompt must be the observation"""
+        """Messages behind the prompt. `asked`: the record whose prompt must be the observation"""
         observation = _read(observation_of_reset, returned)
         if asked is None:
             return self._written(observation) if observation else None

@@ -17,9 +17,9 @@ from megarlhf.rollout.environments.checks import check_environment
 from megarlhf.rollout.environments.gymnasium_adapter import adapted
 from megarlhf.rollout.environments.host import ConversationHost
 from megarlhf.rollout.environments.protocol import RunningCode, WorkerStart
-from megarlhf.rollout.tools.environment import ToolEnvironment, parser_of
+from megarlhf.rollout.environments.tools.environment import ToolEnvironment, parser_of
+from megarlhf.rollout.environments.tools.toolbox import ToolBox
 from megarlhf.rollout.tools.start import ToolsStart
-from megarlhf.rollout.tools.toolbox import ToolBox
 from megarlhf.rollout.workers.supervisor import run_child
 
 

@@ -1,1 +1,1 @@
-"""Tools as a ready environment: their descriptions, the calls that a model writes, and what executes them."""
+"""Calls of tools: forms in which models write them, MCP servers and Python that execute them, descriptions."""

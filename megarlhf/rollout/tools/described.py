@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config.environment import EnvironmentConfig
-from megarlhf.config.tools import PYTHON, PythonLimitsConfig, PythonToolConfig
 from megarlhf.data.text.templates import ChatTemplate, Conversation
 from megarlhf.own_code.failures import describe_error
 from megarlhf.own_code.load import load_function
@@ -47,7 +46,7 @@ def tool_descriptions(environment: EnvironmentConfig | None) -> list[Mapping[str
 def sources_of(environment: EnvironmentConfig) -> list[ToolSource]:
     """Tools of the configuration, each with its descriptions. A server is asked once in a process. Raises:
     ValueError."""
-    specs = [_spec_of(tool) for tool in environment.tools]
+    specs = [tool.model_dump(mode="json", exclude_none=True) for tool in environment.tools]
     described = json.loads(_described(json.dumps(specs, sort_keys=True)))
     return [ToolSource(spec, parts) for spec, parts in zip(specs, described, strict=True)]
 
@@ -61,13 +60,6 @@ def require_same_on_all_ranks(descriptions: Sequence[Mapping[str, Any]]) -> None
                 f"environment.tools: rank {dist.get_rank()} has other descriptions of the tools than rank 0; let "
                 "functions and servers describe themselves alike on every node"
             )
-
-
-def _spec_of(tool: Any) -> dict[str, Any]:
-    if tool == PYTHON:
-        tool = PythonToolConfig(python=PythonLimitsConfig())
-    spec: dict[str, Any] = {"function": tool} if isinstance(tool, str) else tool.model_dump(mode="json")
-    return spec
 
 
 @functools.lru_cache(maxsize=4)
@@ -131,7 +123,7 @@ def describe_function(path: str) -> dict[str, Any]:
 
 def missing_protection(environment: EnvironmentConfig) -> list[str]:
     """Sentences on what the system does not enforce for the Python tool; none without it."""
-    if all((isinstance(tool, str) and tool != PYTHON) or hasattr(tool, "mcp") for tool in environment.tools):
+    if all(tool.kind != "python" for tool in environment.tools):
         return []
     from megarlhf.rollout.tools.python.tool import missing_protection as missing
 
@@ -155,7 +147,7 @@ def form_of_calls(parser: str, template: ChatTemplate) -> str:
 
 
 def tools_start(environment: EnvironmentConfig, template: ChatTemplate, tokenizer: Path) -> ToolsStart:
-    """What the workers are told. Raises: ValueError."""
+    """Message to the workers. Raises: ValueError."""
     texts = template.tokenizer.tokens()
     asked = template.text(Conversation([{"role": "user", "content": "a"}]), reply=True)
     return ToolsStart(

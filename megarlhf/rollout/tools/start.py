@@ -1,4 +1,4 @@
-"""What a worker is told about the tools of a run, as plain values. Only the standard library is imported."""
+"""Message to a worker about the tools of a run, as plain values. Only the standard library is imported."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FUNCTION = "megarlhf.rollout.tools.environment:ToolEnvironment"
-"""Import path that stands for the ready environment."""
-
 
 @dataclass(frozen=True)
 class ToolSource:
     """One entry of `environment.tools`."""
 
     spec: Mapping[str, Any]
-    """`{function: PATH}`, `{mcp: COMMAND, ...}` or `{python: LIMITS}`."""
+    """Entry of the configuration: `{function: PATH}`, `{mcp: COMMAND, ...}` or `{python: LIMITS}`."""
     descriptions: Sequence[Mapping[str, Any]]
     """Descriptions of its tools, as the model has read them."""
 

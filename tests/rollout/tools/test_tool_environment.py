@@ -11,8 +11,8 @@ import pytest
 from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.rollout.environments.answer import Turn
 from megarlhf.rollout.environments.pool import EnvironmentPool
+from megarlhf.rollout.environments.tools.environment import MAX_CALLS
 from megarlhf.rollout.tools.described import describe_function, sources_of, tool_descriptions
-from megarlhf.rollout.tools.environment import MAX_CALLS
 from megarlhf.rollout.tools.start import ToolsStart
 
 HERE = "tests.rollout.tools.functions:"
@@ -221,8 +221,10 @@ def test_two_tools_of_one_name():
     ({"tools": ["a:f"], "args": {"x": 1}}, "tools have none; leave args out"),
     ({"function": "a:B", "parser": "hermes"}, "parser is read with tools only"),
     ({"tools": ["search"]}, "'search' is no import path"),
-    ({"tools": [{"mpc": "x"}]}, "expected a tool: a function's import path"),
-    ({"tools": [3]}, "expected a tool: a function's import path"),
+    ({"tools": [{"mpc": "x"}]}, "mpc"),
+    ({"tools": [{"names": ["x"]}]}, "got none of function, mcp and python, expected one of"),
+    ({"tools": [{"function": "a:f", "env": ["X"]}]}, "env is of an MCP server, and function has none"),
+    ({"tools": [3]}, "tools.0"),
     ({"tools": [{"python": {"second": 3}}]}, "second"),
 ])  # fmt: skip
 def test_bad_sections(section, words):

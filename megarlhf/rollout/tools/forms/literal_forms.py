@@ -63,7 +63,7 @@ class _Reader:
         return match
 
     def several(self, close: str, read: Callable[[], T]) -> list[T]:
-        """What is separated by commas, up to `close`."""
+        """Items that are separated by commas, up to `close`."""
         items: list[T] = []
         while not self.take(close):
             if items:

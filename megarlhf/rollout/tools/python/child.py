@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from traceback import TracebackException
 
-    from megarlhf.rollout.tools.python.guard import Request
+    from megarlhf.rollout.tools.python.request import GuardRequest
 
 OUT_OF_MEMORY = 77
 """Exit status after a MemoryError."""
@@ -25,7 +25,7 @@ _NAME = "<code>"
 """File name of the code in tracebacks."""
 
 
-def run_child(request: Request, guard: int, folder: str, output_fd: int, ready_fd: int) -> int:
+def run_child(request: GuardRequest, guard: int, folder: str, output_fd: int, ready_fd: int) -> int:
     """Run the code. Returns the exit status. Raises: SystemExit if the code does."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output_fd, 1)

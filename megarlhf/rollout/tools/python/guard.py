@@ -22,23 +22,7 @@ from megarlhf.rollout.tools.python.usage import descendants, folder_use, process
 
 TYPE_CHECKING = False  # typing takes longer to import than all of this module
 if TYPE_CHECKING:
-    from typing import TypedDict
-
-    class Request(TypedDict):
-        """What a guard is asked."""
-
-        code: str
-        limits: dict[str, float]
-        parent: int
-        """Process that asks."""
-        base: str
-        """Folder in which the call's own folder is made."""
-        root: str
-        """Entry of `sys.path` with this package, which the code must not see."""
-        libraries: list[str]
-        """Folders of installed packages."""
-        protections: list[str]
-        """Names of the protections of `isolation.py` that are to be used."""
+    from megarlhf.rollout.tools.python.request import GuardRequest
 
 
 FOLDER_PREFIX = "megarlhf-python-"
@@ -76,18 +60,18 @@ def main() -> int:
     os._exit(0)
 
 
-def _read_request() -> Request | None:
+def _read_request() -> GuardRequest | None:
     """The request: its length in eight bytes, then the bytes. None if the pipe ends before."""
     data = b""
     while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
         if not (more := os.read(0, 1 << 16)):
             return None
         data += more
-    request: Request = marshal.loads(data[8:])
+    request: GuardRequest = marshal.loads(data[8:])
     return request
 
 
-def _watch(child: int, request: Request, folder: str, output_fd: int, ready_fd: int) -> tuple[str, str | None]:
+def _watch(child: int, request: GuardRequest, folder: str, output_fd: int, ready_fd: int) -> tuple[str, str | None]:
     """Wait for the child's end, or end it. Returns its output, and why it failed if it did."""
     limits, output = request["limits"], Output(output_fd, int(request["limits"]["output_bytes"]))
     if not os.read(ready_fd, 1):
@@ -120,7 +104,7 @@ def _watch(child: int, request: Request, folder: str, output_fd: int, ready_fd: 
     return output.text(), why
 
 
-def _excess(child: int, request: Request, folder: str, printed: int, late: bool) -> str | None:
+def _excess(child: int, request: GuardRequest, folder: str, printed: int, late: bool) -> str | None:
     """Limit that the code exceeds, in words; None if there is none."""
     limits = request["limits"]
     pids = [child] if "seccomp" in request["protections"] else descendants(os.getpid())

@@ -1,4 +1,4 @@
-"""What a child gives up before it runs a model's code."""
+"""Rights that a child gives up before it runs a model's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarlhf.rollout.tools.python.seccomp import has_seccomp, restrict_calls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from megarlhf.rollout.tools.python.guard import Request
+    from megarlhf.rollout.tools.python.request import GuardRequest
 
 PROTECTIONS = {"landlock": landlock_version, "seccomp": has_seccomp}
 """Whether the system has a protection, by its name."""
@@ -30,7 +30,7 @@ _SYSTEM_LIBRARIES = (
 _OPEN_FILES = 128
 
 
-def isolate(request: Request, folder: str) -> None:
+def isolate(request: GuardRequest, folder: str) -> None:
     """Raises: OSError if the system has a protection that cannot be used."""
     limits = request["limits"]
     _set_limits(int(limits["seconds"]) + 2, int(limits["memory_mb"]) << 20, int(limits["file_mb"]) << 20)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PythonLimits:
-    """What a call may use. Code that uses more is ended."""
+    """Limits of a call. Code that uses more is ended."""
 
     seconds: float = 10.0
     """Time from the start of the code to its end. Waiting for a free processor does not count."""

@@ -8,7 +8,7 @@ _READ_BYTES = 1 << 16
 
 
 class Output:
-    """What a pipe has brought."""
+    """Bytes that a pipe has brought."""
 
     def __init__(self, fd: int, limit: int) -> None:
         os.set_blocking(fd, False)

@@ -84,7 +84,7 @@ async def run_python(code: str, limits: PythonLimits, without: Collection[str] =
 
 
 async def _ask_guard(request: bytes) -> tuple[bytes, int]:
-    """What a guard answers, and its exit status."""
+    """Answer of a guard, and its exit status."""
     environment = _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-s", "-S", "-B", "-c", _GUARD),

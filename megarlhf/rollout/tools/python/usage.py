@@ -1,4 +1,7 @@
-"""What processes and a folder use, as /proc and the folder say. Only the standard library is imported."""
+"""Memory, threads and files that processes and a folder use, as /proc and the folder say.
+
+Only the standard library is imported.
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarlhf.rollout.environments.answer import Answer, Turn
+from megarlhf.rollout.environments.tools.toolbox import ToolBox
 from megarlhf.rollout.tools.call import Call, ToolError, Unreadable
 from megarlhf.rollout.tools.forms import parse
 from megarlhf.rollout.tools.start import ToolsStart
-from megarlhf.rollout.tools.toolbox import ToolBox
 
 MAX_CALLS = 16
 """Most calls of one turn that are executed."""

@@ -24,7 +24,7 @@ _CANCEL_SECONDS = 1.0
 
 
 class _Source(Protocol):
-    """What executes the calls of some tools."""
+    """Executor of the calls of some tools."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Text of the result. Raises: ToolError."""
@@ -158,7 +158,7 @@ async def _outcome(awaitable: Any) -> tuple[Any, BaseException | None]:
 
 
 def text_of(returned: Any) -> str:
-    """What a function has returned as a text: a text as it is, other values as JSON. Raises: ToolError for what JSON
+    """Result of a function as a text: a text as it is, other values as JSON. Raises: ToolError for what JSON
     cannot hold."""
     if isinstance(returned, str):
         return str(returned)

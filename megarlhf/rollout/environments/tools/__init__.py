@@ -1,0 +1,1 @@
+"""Tools as a ready environment."""
