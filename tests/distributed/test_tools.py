@@ -15,6 +15,7 @@ from megarlhf.observe.records.metrics import read_metrics
 from tests.command import argv_of
 from tests.distributed.environment_jobs import failing_command
 from tests.distributed.interrupted_jobs import command_until
+from tests.distributed.jobs import command_status
 from tests.distributed.test_resume import rows, weights
 from tests.distributed.test_slices import TRAIN
 from tests.rollout.tools.calling_model import write_calling_model
@@ -120,8 +121,24 @@ def test_a_killed_run_goes_on_bit_for_bit(outcome, calls, owner, method, model, 
     assert any("error: there is no tool 'act'" in json.dumps(turn["results"]) for turn in turns_of(whole))
 
 
+def test_a_prompt_at_a_terminal(model, ranks, tmp_path) -> None:
+    """Turns, and under them the results of tools with their role."""
+    cfg = job(model, tmp_path, ["tests.rollout.tools.functions:look_up", "tests.rollout.tools.functions:add"])
+    cfg = {key: cfg[key] for key in ("run", "actor", "environment", "data", "rollout")}
+    cfg["actor"].pop("optim")
+    cfg["rollout"] |= {"engine": "megatron", "num_samples_per_prompt": 8}
+    status, written = ranks.run(
+        1, command_status, *argv_of("generate", cfg, tmp_path / "cfg.yaml"), "--prompt", "Add 1", "greedy=false"
+    )[0]
+    assert status == 0, written
+    assert f"{ADD}\n    tool: 3\n" in written
+    assert '    tool: {"name": "x", "kind": "short", "limit": null}\n' in written
+    assert "(ended by model; rewards " in written
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"environment": {"tools": [mcp(Path("/dev/null"), "wrong_schema", ())]}}, "environment.tools[0]: the MCP server"),
+    ({"environment": {"parser": "vllm:hermse"}}, "environment.parser = vllm:hermse: vLLM has no parser"),
     ({"environment": {"parser": "hermse"}}, "environment.parser = 'hermse', expected auto, hermes,"),
     ({"data": {"template": "plain"}}, "environment.tools needs a chat template"),
     ({"data": {"chat_template": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"}}, "tools"),

@@ -1,9 +1,9 @@
 """The demo's task: questions that only a tool can answer, the tool, and the reward.
 
-    What is the humidity in Oslo?   ->   weather(city="Oslo")   ->  {"temperature": 31, "wind": 12, ...}  ->   It is 48.
+    How humid is it in Oslo?   ->   weather(city="Oslo", quantity="humidity")   ->   48   ->   It is 48.
 
 The numbers are digests of city and quantity, so no model can know them. Training, choices and tests ask about different
-cities. Every prompt begins with three examples.
+cities. Every prompt begins with one example.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 QUESTIONS: Mapping[str, Sequence[str]] = {
     "temperature": ("How warm is it in {}?", "What is the temperature in {}?", "How hot is it in {} today?"),
@@ -23,8 +23,8 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
     "pressure": ("How high is the pressure in {}?", "What is the air pressure in {}?", "How heavy is the air in {}?"),
 }
 """Questions by quantity."""
-SHOWN = ("Paris", "Tokyo", "Cairo")
-"""Cities of the examples, each with another quantity. One quantity has no example."""
+SHOWN = "Paris"
+"""City of the example."""
 CITIES = (Path(__file__).parent / "cities.txt").read_text(encoding="utf-8").split()
 SHARES = {"train": 0.6, "validation": 0.15, "test": 0.25}
 """Share of the cities of each file."""
@@ -32,13 +32,14 @@ SIZES = {"train": 256, "validation": 32, "test": 96}
 """Records of each file."""
 
 
-def weather(city: str) -> dict[str, int]:
+def weather(city: str, quantity: Literal["temperature", "wind", "humidity", "pressure"]) -> int:
     """Look up the weather in a city.
 
     Args:
         city: The name of the city.
+        quantity: What is measured.
     """
-    return {quantity: value_of(city, quantity) for quantity in QUESTIONS}
+    return value_of(city, quantity)
 
 
 def value_of(city: str, quantity: str) -> int:
@@ -49,11 +50,11 @@ def value_of(city: str, quantity: str) -> int:
 
 def example(city: str, quantity: str) -> list[dict[str, Any]]:
     """A question with a call, the tool's result and an answer."""
-    function = {"name": weather.__name__, "arguments": {"city": city}}
+    function = {"name": weather.__name__, "arguments": {"city": city, "quantity": quantity}}
     return [
         {"role": "user", "content": QUESTIONS[quantity][0].format(city)},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": json.dumps(weather(city))},
+        {"role": "tool", "content": str(value_of(city, quantity))},
         {"role": "assistant", "content": f"It is {value_of(city, quantity)}."},
     ]
 
@@ -61,7 +62,7 @@ def example(city: str, quantity: str) -> list[dict[str, Any]]:
 def records(name: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Records of a file: conversations that end with a question."""
     draw = random.Random(f"{seed} {name}")
-    shown = [message for pair in zip(SHOWN, QUESTIONS, strict=False) for message in example(*pair)]
+    shown = example(SHOWN, "temperature")
     cities, made = cities_of(name, seed), []
     for number in range(count):
         city, quantity = cities[number % len(cities)], draw.choice(list(QUESTIONS))
@@ -72,7 +73,7 @@ def records(name: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 def cities_of(name: str, seed: int) -> list[str]:
     """Cities that only the file `name` asks about."""
-    cities = [city for city in CITIES if city not in SHOWN]
+    cities = [city for city in CITIES if city != SHOWN]
     random.Random(f"{seed} cities").shuffle(cities)
     start = 0
     for other, share in SHARES.items():
@@ -97,9 +98,10 @@ def right(response: str, fields: Mapping[str, Any]) -> float:
 
 
 def reward(response: str, fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> float:
-    """1 for a right answer, and half of it if a call has at least returned the value."""
+    """1 for a right answer, 0.5 where only a call has returned the value, 0.2 for any other call that was executed."""
     if right(response, fields):
         return 1.0
     asked = max(number for number, message in enumerate(messages) if message["role"] == "user")
     results = [message["content"] for message in messages[asked:] if message["role"] == "tool"]
-    return 0.5 * any(fields["answer"] in re.findall(r"\d+", result) for result in results)
+    executed = [result for result in results if not result.startswith("error:")]
+    return 0.5 if fields["answer"] in executed else 0.2 if executed else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
@@ -38,20 +39,26 @@ def turn_notes(cfg: Any, encoder: Any, record: Mapping[str, Any]) -> list[str]:
     assert chat is not None, "a conversation was read without a template"
     end_ids = sampling_of(cfg.rollout, actor, tokenizer, data=cfg.data).end_ids
     if environment.tools:
-        return _tool_notes(environment, chat, replace(asked, tools=[dict(tool) for tool in encoder.tools]), end_ids)
+        return _tool_notes(
+            environment,
+            chat,
+            replace(asked, tools=[dict(tool) for tool in encoder.tools]),
+            end_ids,
+            actor.model.tokenizer_place(),
+        )
     trials = try_template(chat.template, asked, end_ids=end_ids)
     return [f"environment: {sentence}" for sentence in describe_trials(trials, environment.history)]
 
 
 def _tool_notes(
-    environment: EnvironmentConfig, chat: ChatRendering, asked: Conversation, end_ids: Collection[int]
+    environment: EnvironmentConfig, chat: ChatRendering, asked: Conversation, end_ids: Collection[int], tokenizer: Path
 ) -> list[str]:
     """Sentences about tools. Raises: ValueError where the template cannot write their results."""
     from megarlhf.rollout.environments.template_trial import describe_trials, try_template
     from megarlhf.rollout.tools.described import form_of_calls, missing_protection
 
     names = ", ".join(tool["function"]["name"] for tool in asked.tools or ())
-    form = form_of_calls(environment.parser, chat.template)
+    form = form_of_calls(environment.parser, chat.template, tokenizer)
     trials = try_template(chat.template, asked, roles=("tool",), end_ids=end_ids)
     if refused := [trial.reason for trial in trials if trial.outcome == "refused"]:
         raise ValueError(f"environment.tools: the chat template cannot write the result of a tool; {refused[0]}")

@@ -20,6 +20,7 @@ from megarlhf.own_code.load import load_function
 from megarlhf.rollout.tools.forms import FORMS
 from megarlhf.rollout.tools.forms.of_template import form_of
 from megarlhf.rollout.tools.forms.scan import THOUGHTS
+from megarlhf.rollout.tools.forms.vllm_parser import load_vllm_parser
 from megarlhf.rollout.tools.start import ToolSource, ToolsStart
 
 _RESULT_KEYS = ("name", "tool_call_id")
@@ -130,8 +131,14 @@ def missing_protection(environment: EnvironmentConfig) -> list[str]:
     return [f"The Python tool is not fully enclosed on this machine: {sentence}." for sentence in missing()]
 
 
-def form_of_calls(parser: str, template: ChatTemplate) -> str:
-    """The form in which calls are read: `parser`, or what the template writes. Raises: ValueError."""
+def form_of_calls(parser: str, template: ChatTemplate, tokenizer: Path) -> str:
+    """The form in which calls are read: `parser`, or what the template writes. `tokenizer`: its directory, which
+    parsers of vLLM load. Raises: ValueError."""
+    if parser.startswith("vllm:"):
+        try:
+            load_vllm_parser(parser.removeprefix("vllm:"), tokenizer)
+        except ValueError as error:
+            raise ValueError(f"environment.parser = {parser}: {error}") from error
     if parser in FORMS or parser.startswith("vllm:"):
         return parser
     known = f"{', '.join(FORMS)}, or vllm:NAME for a parser of vLLM"
@@ -152,7 +159,7 @@ def tools_start(environment: EnvironmentConfig, template: ChatTemplate, tokenize
     asked = template.text(Conversation([{"role": "user", "content": "a"}]), reply=True)
     return ToolsStart(
         sources_of(environment),
-        form=form_of_calls(environment.parser, template),
+        form=form_of_calls(environment.parser, template, tokenizer),
         tokenizer=str(tokenizer),
         special=[texts[token] for token in sorted(template.tokenizer.special_ids) if token < len(texts)],
         opened=next((mark for mark in THOUGHTS if asked.rstrip().endswith(mark)), ""),
