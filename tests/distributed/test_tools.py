@@ -28,7 +28,7 @@ def call(name: str, /, **arguments: Any) -> str:
 
 
 ADD, LOOK, CUT, ANSWER = call("add", a=1, b=2), call("look_up", name="x"), call("add", a=1)[:40], "It is 3."
-TURNS = [ADD, LOOK, ADD + LOOK, CUT, ANSWER, call("act", how="exit"), call("act", how="busy")]
+TURNS = [ADD, LOOK, ADD + LOOK, CUT, ANSWER, call("act", how="exit"), call("block", seconds=0.5)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def job(model: Path, folder: Path, tools: list[Any], **environment: Any) -> dict
     }
 
 
-def mcp(notes: Path, way: str = "good", names: tuple[str, ...] = ("add", "act")) -> dict[str, Any]:
+def mcp(notes: Path, way: str = "good", names: tuple[str, ...] = ("add", "act", "block")) -> dict[str, Any]:
     return {"mcp": f"env NOTES='{notes}' '{sys.executable}' '{SERVER}' {way}", "names": names}
 
 

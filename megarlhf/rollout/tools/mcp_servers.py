@@ -52,9 +52,17 @@ class McpServer:
         self._descriptions: list[dict[str, Any]] = []
         self._failures = 0
         """Starts since the last call that had a result."""
+        self._in_flight = 0
+        self._is_late = False
+        """Whether the last call that ended took too long."""
 
     def start(self) -> list[dict[str, Any]]:
         """Start the server. Returns the descriptions of its tools. Raises: ValueError."""
+        # Imported here, and not first in the thread, which could wait for an import of this one.
+        import jsonschema  # noqa: F401
+        import mcp.client.stdio
+        import mcp.client.streamable_http  # noqa: F401
+
         # A line that is no message is reported as an error with its traceback.
         logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._thread.start()
@@ -100,7 +108,7 @@ class McpServer:
     async def _living(self) -> _Connection:
         """The connection, or a new one if the server has ended. Raises: ToolError."""
         async with self._restart:
-            if self._connection is not None and await self._connection.is_alive():
+            if self._connection is not None and not await self._is_lost(self._connection):
                 return self._connection
             await self._disconnect()
             await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2**self._failures) if self._failures else 0.0)
@@ -115,16 +123,26 @@ class McpServer:
             assert self._connection is not None, "connected"
             return self._connection
 
+    async def _is_lost(self, connection: _Connection) -> bool:
+        """Whether the server has ended, or hangs: it gives no sign of life although it has nothing to do."""
+        answers = await connection.answers()
+        return answers is False or (answers is None and self._is_late and not self._in_flight)
+
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         connection = await self._living()
+        self._in_flight += 1
+        self._is_late = False
         try:
             result = await asyncio.wait_for(connection.session.call_tool(name, arguments), self._seconds)
         except asyncio.TimeoutError:
+            self._is_late = True
             raise ToolError(f"took longer than {self._seconds:g} s") from None
         except Exception as error:  # of the package: the server's refusal, a result of another shape, a lost connection
-            if not await connection.is_alive():
+            if await connection.answers() is False:
                 raise ToolError("the tool's server ended during the call") from error
             raise ToolError(cut(error_text(error), 1000)) from error
+        finally:
+            self._in_flight -= 1
         self._failures = 0
         text = "\n".join(_parts(result))
         if result.is_error:
@@ -162,14 +180,14 @@ class _Connection:
         await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
         self._errors.close()
 
-    async def is_alive(self) -> bool:
-        """Whether the server is there; a busy one may not answer."""
+    async def answers(self) -> bool | None:
+        """Whether the server is there; None: it gives no answer, as one that is busy."""
         if self._task.done():
             return False
         try:
             await asyncio.wait_for(self.session.send_ping(), PING_SECONDS)
         except asyncio.TimeoutError:
-            return True
+            return None
         except Exception as error:  # noqa: BLE001 - of the package; a refusal is an answer too
             return not _is_closed(error)
         return True
@@ -183,7 +201,7 @@ class _Connection:
                 await self._closing.wait()
         except BaseException as error:  # noqa: BLE001 - groups of the package, and its cancellation
             if self._opened.done():
-                return  # the connection was lost, which `is_alive` tells
+                return  # the connection was lost, which `answers` tells
             self._opened.set_exception(_first(error))
 
     @contextlib.asynccontextmanager
@@ -200,7 +218,7 @@ class _Connection:
             cwd, names = self._spec.get("cwd"), self._spec.get("env") or ()
             if missing := [name for name in names if name not in os.environ]:
                 raise ValueError(
-                    f"{self._label} needs the environment variable {missing[0]}, which is not set; export it"
+                    f"{self._label} needs the variable {missing[0]}, which is not set; export it"
                 )
             env = {name: os.environ[name] for name in names}
             parameters = StdioServerParameters(

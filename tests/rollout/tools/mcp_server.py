@@ -46,8 +46,6 @@ def act(how: str) -> str:
         raise KeyError("no such row")
     if how == "noise":
         print("not a message", flush=True)
-    if how == "busy":
-        time.sleep(0.5)
     return {"megabytes": "x" * 3_000_000, "unicode": "naïve 你好"}.get(how, how)
 
 
@@ -55,6 +53,13 @@ def act(how: str) -> str:
 async def slow(seconds: float) -> str:
     """Wait."""
     await asyncio.sleep(seconds)
+    return "done"
+
+
+@server.tool()
+async def block(seconds: float) -> str:
+    """Hold up the whole server."""
+    time.sleep(seconds)
     return "done"
 
 

@@ -55,7 +55,7 @@ def good(tmp_path_factory):
 
 def test_descriptions_are_those_of_the_server(good):
     functions = [tool["function"] for tool in good.described]
-    assert [function["name"] for function in functions] == ["add", "act", "slow", "picture", "table"]
+    assert [function["name"] for function in functions] == ["add", "act", "slow", "block", "picture", "table"]
     assert functions[0]["description"] == "Add two numbers."
     numbers = {"a": {"type": "integer"}, "b": {"type": "integer"}}
     assert functions[0]["parameters"] == {"type": "object", "properties": numbers, "required": ["a", "b"]}
@@ -131,14 +131,24 @@ def test_a_server_that_other_code_keeps_from_answering_is_not_taken_for_dead(goo
     before = good.pids()
 
     async def both():
-        return await asyncio.gather(good.server.call("act", {"how": "busy"}), later())
+        return await asyncio.gather(good.server.call("block", {"seconds": 0.5}), later())
 
     async def later():
         await asyncio.sleep(0.1)
         return await good.server.call("add", {"a": 1, "b": 2})
 
-    assert asyncio.run(both()) == ["busy", "3"]
+    assert asyncio.run(both()) == ["done", "3"]
     assert good.pids() == before
+
+
+def test_a_server_that_hangs_is_started_anew(good, monkeypatch):
+    """It gives no sign of life although it should have nothing to do."""
+    monkeypatch.setattr(mcp_servers, "PING_SECONDS", 0.2)
+    with pytest.raises(ToolError, match="took longer than 2 s"):
+        good.call("block", seconds=600)
+    before = len(good.pids())
+    assert good.call("add", a=1, b=2) == "3"
+    assert len(good.pids()) == before + 1
 
 
 def test_a_server_that_describes_other_tools_when_it_starts_again(tmp_path):
