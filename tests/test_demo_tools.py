@@ -129,7 +129,7 @@ def test_a_demo_that_was_stopped_goes_on(model, tmp_path, monkeypatch):
     report = (tmp_path / "root/report.html").read_text()
     assert "How &lt;b&gt; 3?" in report
     assert "reward 0.5" in report
-    with pytest.raises(ValueError, match="holds another demo .seed 5, now 6"):
+    with pytest.raises(ValueError, match=r"holds another demo \(seed 5, now 6"):
         Demo(tmp_path / "root", model, 6, ["grpo:train.num_steps=3"], fake).begin()
 
 
