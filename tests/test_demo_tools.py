@@ -4,6 +4,7 @@ Not covered: that the real model learns (`make demo-tools-seeds`).
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from megarlhf.config import load_config
 from megarlhf.observe.records.run_directory import FINISHED_FILE
 from megarlhf.rollout.tools.described import describe_function
 from tests.chat_model import write_chat_model
+from tests.refuses import missing_names, refuses
 from tools.demo_tools import run as demo_run
 from tools.demo_tools import seeds as demo_seeds
 from tools.demo_tools import weather
 from tools.demo_tools.figures import REWARD, conversations, figures, shown
 from tools.demo_tools.run import MODELS, Demo
-from tools.demo_tools.tables import PAGE, filled, places_of
+from tools.demo_tools.tables import PAGE, filled, of_models, places_of
 
 
 def test_no_city_is_in_two_files():
@@ -40,6 +42,26 @@ def test_records_end_with_a_question_and_give_its_answer():
         assert record["answer"] in values
         assert city in weather.cities_of("test", 5)
         assert record["messages"][2]["content"] in record["messages"][3]["content"]
+
+
+def test_values_cannot_be_guessed():
+    """Two digits, none of them frequent; white space and case of the city do not count."""
+    assert weather.weather(" oSLO ", "wind") == weather.weather("Oslo", "wind")
+    values = [weather.weather(city, quantity) for city in weather.CITIES for quantity in weather.QUESTIONS]
+    assert 10 <= min(values) <= max(values) <= 99
+    assert max(map(values.count, values)) / len(values) < 0.05
+
+
+def test_files_that_are_there_stay(tmp_path):
+    """A start that goes on has the data of the first one, and the same records come from the same seed."""
+    weather.write(tmp_path, 5, {"test": 3})
+    assert [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()] == weather.records(
+        "test", 3, 5
+    )
+    (tmp_path / "test.jsonl").write_text("mine")
+    weather.write(tmp_path, 5, {"test": 3, "train": 2})
+    assert (tmp_path / "test.jsonl").read_text() == "mine"
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_tool_is_described():
@@ -117,7 +139,13 @@ def test_a_demo_that_was_stopped_goes_on(model, tmp_path, monkeypatch):
         demo_run.run(demo)
     assert stopped.value.code == 3
     fake.fails = ""
+    kept = {"commits": {"test-released": "old", "grpo": "old"}, "seconds": {"test-released": 1.0, "grpo": 100.0}}
+    for what, each in kept.items():
+        (tmp_path / f"root/{what}.json").write_text(json.dumps(each))
     found = demo_run.run(demo)
+    assert found["commits"]["test-released"] == "old"
+    assert found["commits"]["grpo"].startswith("old, "), "of both starts"
+    assert found["seconds"]["grpo"] >= 100.0, "of both starts"
     names = [next(each.rpartition("/")[2] for each in c if each.startswith("run.dir=")) for c in fake.commands]
     assert names == ["test-released", "grpo", "grpo", "test-grpo"]
     assert "train.num_steps=3" in fake.commands[1]
@@ -131,6 +159,45 @@ def test_a_demo_that_was_stopped_goes_on(model, tmp_path, monkeypatch):
     assert "reward 0.5" in report
     with pytest.raises(ValueError, match=r"holds another demo \(seed 5, now 6"):
         Demo(tmp_path / "root", model, 6, ["grpo:train.num_steps=3"], fake).begin()
+
+
+def test_an_actor_that_was_trained_again_is_tested_again(model, tmp_path, monkeypatch):
+    """And an actor that has not changed is not."""
+    monkeypatch.setattr(demo_run, "write_report", lambda *given, **named: None)
+    fake = FakeRuns()
+    demo = Demo(tmp_path / "root", model, call=fake)
+    demo_run.run(demo)
+    fake.commands.clear()
+    demo_run.run(demo)
+    assert not fake.commands
+    shutil.rmtree(tmp_path / "root/grpo")
+    demo_run.run(demo)
+    names = [Path(each).name for command in fake.commands for each in command if each.startswith("run.dir=")]
+    assert names == ["grpo", "test-grpo"]
+
+
+def test_mistakes_start_nothing(model, tmp_path, capsys):
+    """The commands end with 2, say what is wrong, and leave no folder that a corrected command would trip over."""
+    root, fake = tmp_path / "root", FakeRuns()
+    for wrong, names in (
+        ("grop:train.num_steps=9", ["grop:train.num_steps=9", "grpo:section.key=value"]),
+        ("train.num_steps=9", ["grpo:section.key=value", "test:section.key=value"]),
+        ("grpo:run.seed=9", ["grpo:run.seed=9", "--seed"]),
+        ("test:run.dir=mine", ["test:run.dir=mine", "--root"]),
+        ("--model=nowhere", ["nowhere", "config.json", "--model"]),
+    ):
+        assert demo_run.main(["--root", str(root), "--model", str(model), wrong]) == 2
+        assert not missing_names(capsys.readouterr().err, *names)
+    given = ["--root", str(root), "--out", str(tmp_path / "result.json"), "--model", str(model)]
+    assert demo_seeds.main([*given, "--set", "grop:train.num_steps=9"], fake) == 2
+    assert not fake.commands
+    assert not root.exists()
+    Demo(root, model, call=fake).begin()
+    with refuses("overrides", "now", "--root"):
+        Demo(root, model, overrides=["grpo:train.num_steps=9"]).begin()
+    (model / "config.json").write_text('{"other": 1}')
+    with refuses("another demo", "model_sha256"):
+        Demo(root, model).begin()
 
 
 def test_seeds_are_added_to_the_file(model, tmp_path, monkeypatch):
@@ -148,8 +215,13 @@ def test_seeds_are_added_to_the_file(model, tmp_path, monkeypatch):
     assert "| control | 20.0% (20.0, 20.0) | 100.0% (100.0, 100.0) |" in page
     (model / "config.json").write_text('{"other": 1}')
     given = ["--seeds", "7", "--root", str(tmp_path / "root"), "--out", str(out), "--model", str(model)]
+    fake.commands.clear()
     assert demo_seeds.main(given, fake) == 2
+    assert not fake.commands, "refused before hours of runs"
     assert json.loads(out.read_text()) == result
+    of_grpo = {"value": 0.5, "low": 0.25, "high": 1.25, "seeds": [0.25, 0.5, 0.75]}
+    row = of_models({"summary": {"grpo": dict.fromkeys(result["summary"]["grpo"], of_grpo)}})[2]
+    assert row.startswith("| grpo | 50.0% [25.0 to 100.0] (25.0, 50.0, 75.0) |")
 
 
 def test_the_page_has_the_figures_of_the_result():
@@ -160,7 +232,13 @@ def test_the_page_has_the_figures_of_the_result():
 
 
 def test_intervals_are_shown_in_per_cent():
-    assert shown("right answers", {"value": 0.625, "low": 0.5301, "high": 0.712}) == "62.5% [53.0 to 71.2]"
+    for low, high, words in (
+        (0.5301, 0.712, "62.5% [53.0 to 71.2]"),
+        (-0.1, 1.3, "62.5% [0.0 to 100.0]"),
+        (None, None, "62.5%"),
+        (0.625, 0.625, "62.5%"),
+    ):
+        assert shown("right answers", {"value": 0.625, "low": low, "high": high}) == words
 
 
 @pytest.mark.parametrize("stage", [demo_run.GRPO, demo_run.TEST])
@@ -168,6 +246,20 @@ def test_configurations_are_valid(stage):
     cfg = load_config(COMMANDS[stage.command].config, stage.config, [])
     assert cfg.environment.tools[0].function == "tools.demo_tools.weather:weather"
     assert cfg.rollout.temperature == 1.0
+
+
+def test_the_test_has_the_conversations_of_training():
+    """And the control is GRPO but for the order of its rewards."""
+    grpo, test = (load_config(COMMANDS[s.command].config, s.config, []) for s in (demo_run.GRPO, demo_run.TEST))
+    assert (test.environment, test.rewards) == (grpo.environment, grpo.rewards)
+    assert test.rollout.max_response_tokens == grpo.rollout.max_response_tokens
+    assert not test.greedy
+    changes = ["algo.shuffle_rewards=true"]
+    control = load_config(COMMANDS[demo_run.GRPO.command].config, demo_run.GRPO.config, changes)
+    assert control.algo.shuffle_rewards
+    assert not grpo.algo.shuffle_rewards
+    assert control.model_copy(update={"algo": grpo.algo}) == grpo
+    assert not control.algo.needs_critic, "a critic that knows the rewards would enter the control's advantages"
 
 
 @pytest.mark.slow

@@ -57,8 +57,14 @@ def responses(root: Path, name: str) -> list[dict[str, Any]]:
 
 
 def shown(words: str, figure: Mapping[str, Any]) -> str:
-    """A share, such as `62.5% [53.0 to 71.2]`."""
-    return f"{figure['value']:.1%} [{100 * figure['low']:.1f} to {100 * figure['high']:.1f}]"
+    """A share, such as `62.5% [53.0 to 71.2]`.
+
+    The interval ends at 0 and 100. There is none where one value, or equal ones, say nothing of the spread.
+    """
+    if figure["low"] is None or figure["high"] - figure["low"] < 1e-9:
+        return f"{figure['value']:.1%}"
+    low, high = (100 * min(max(figure[bound], 0.0), 1.0) for bound in ("low", "high"))
+    return f"{figure['value']:.1%} [{low:.1f} to {high:.1f}]"
 
 
 def conversations(root: Path, names: Sequence[str]) -> str:

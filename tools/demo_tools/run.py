@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,10 @@ from rich.console import Console
 from benchmarks.machine import ROOT, commit_of_sources
 from megarlhf.observe.records.run_directory import FINISHED_FILE
 from megarlhf.observe.report.page import write_report
-from megarlhf.observe.terminal.progress import make_console, table
+from megarlhf.observe.terminal.progress import format_number, make_console, table
 from megarlhf.resume.points.file_digest import digest_of_directory
 from tools.demo.pipeline import Stage, call, run_timed, stage_command, write_json
+from tools.demo_chat.pipeline import COMMON
 from tools.demo_tools import weather
 from tools.demo_tools.figures import FIGURES, conversations, figures, shown
 from tools.pretrained import directory
@@ -55,7 +57,11 @@ class Demo:
     console: Console = make_console()  # noqa: RUF009 - it has no state
 
     def begin(self) -> None:
-        """Make the data. Raises: ValueError where the root holds another demo."""
+        """Make the data.
+
+        Raises: ValueError for an override that is of no stage, and where the root holds another demo.
+        """
+        require_of_a_stage(self.overrides)
         if not (self.model / "config.json").is_file():
             raise ValueError(f"{self.model} is no model directory: it has no config.json; name one with --model")
         path = self.root / "settings.json"
@@ -76,7 +82,10 @@ class Demo:
         own += ["run.on_existing=resume", "checkpoint.every_minutes=3", "checkpoint.keep=1"] * (stage is GRPO)
         own += [each.partition(":")[2] for each in self.overrides if each.startswith(f"{stage.name}:")]
         begun, before = time.monotonic(), self.kept("seconds").get(name, 0.0) if (self.root / name).exists() else 0.0
-        write_json(self.root / "commits.json", self.kept("commits") | {name: commit_of_sources()})
+        # A run that goes on at another commit is of both.
+        known = self.kept("commits").get(name, "").split(", ") if (self.root / name).exists() else []
+        commits = ", ".join(dict.fromkeys(each for each in (*known, commit_of_sources()) if each))
+        write_json(self.root / "commits.json", self.kept("commits") | {name: commits})
         try:
             run_timed(self.console, name, stage_command(stage, self.root, own, run=name), self.call)
         finally:
@@ -90,12 +99,26 @@ class Demo:
     def test(self, name: str) -> None:
         """Test the released model, or the actor of a run."""
         model = self.model if name == RELEASED else self.root / name / "checkpoints/latest/actor"
+        trained, tested = (self.root / each / FINISHED_FILE for each in (name, f"test-{name}"))
+        if trained.exists() and tested.exists() and trained.stat().st_mtime_ns > tested.stat().st_mtime_ns:
+            self.console.print(f"{tested.parent}: of an earlier {name}; tested again")
+            shutil.rmtree(tested.parent)
         self.run(TEST, f"test-{name}", [f"actor.model.path={model}"])
 
     def kept(self, what: str) -> dict[str, Any]:
         """Seconds or commits by run."""
         path = self.root / f"{what}.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+
+def require_of_a_stage(overrides: Sequence[str]) -> None:
+    """Raises: ValueError for an override that names no stage, and for one of what all stages must have in common."""
+    for each in overrides:
+        stage, _, key = each.partition("=")[0].partition(":")
+        if stage not in (GRPO.name, TEST.name) or not key or "=" not in each:
+            raise ValueError(f"{each}: expected grpo:section.key=value or test:section.key=value")
+        if key in COMMON:
+            raise ValueError(f"{each}: it is of all stages and of the data; give {COMMON[key]}")
 
 
 def settings_of(model: Path) -> dict[str, str]:
@@ -121,6 +144,8 @@ def run(demo: Demo) -> dict[str, Any]:
     demo.console.rule("[bold]test data")
     demo.console.print(table("figures of test questions, 95% intervals over questions", rows_of(found["models"]),
                              ("model", *FIGURES)))  # fmt: skip
+    demo.console.print("rewards of the steps:", ", ".join(map(format_number, found["rewards"][GRPO.name])))
+    demo.console.print(table("time", list(seconds.items()), ("stage", "seconds")))
     minutes = sum(seconds.values()) / 60
     demo.console.print(f"{minutes:.0f} minutes; {demo.root / 'summary.json'}, {demo.root / 'report.html'}")
     return found
@@ -142,9 +167,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        for each in options.overrides:
-            if each.partition(":")[0] not in (GRPO.name, TEST.name) or "=" not in each:
-                raise ValueError(f"{each}: expected grpo:section.key=value or test:section.key=value")
         run(Demo(options.root, (options.model or directory()).absolute(), options.seed, options.overrides))
     except (ValueError, FileNotFoundError) as error:
         print(f"make demo-tools: {error}", file=sys.stderr)

@@ -9,7 +9,6 @@ docs/demo-tools.md; seeds that are in the file and are not asked for stay, if th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from tools.demo.pipeline import call, write_json
-from tools.demo_chat.result_file import mean_over
+from tools.demo_chat.result_file import earlier, mean_over
 from tools.demo_tools.figures import FIGURES, figures
 from tools.demo_tools.run import MODELS, SEEDS, Demo, run, settings_of
 from tools.pretrained import directory
@@ -40,6 +39,7 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
     try:
         model = (options.model or directory()).absolute()
         settings = {**settings_of(model), "overrides": options.set}
+        earlier(options.out, settings)
         for seed in options.seeds:
             demo = Demo(options.root / f"seed-{seed}", model, seed, options.set, call)
             keep(options.out, settings, seed, of_seed(demo))
@@ -62,10 +62,7 @@ def of_seed(demo: Demo) -> dict[str, Any]:
 
 def keep(path: Path, settings: Mapping[str, Any], seed: int, found: Mapping[str, Any]) -> None:
     """Write a seed's figures beside those of others. Raises: ValueError where the file is of other settings."""
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "seeds": {}}
-    if before["settings"] != settings:
-        raise ValueError(f"{path} is of other settings; name another file by --out, or remove it")
-    seeds = {**before["seeds"], str(seed): found}
+    seeds = {**earlier(path, settings).get("seeds", {}), str(seed): found}
     seeds = {number: seeds[number] for number in sorted(seeds, key=int)}
     models = next(iter(seeds.values()))["models"]
     summary = {

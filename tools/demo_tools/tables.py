@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from benchmarks.machine import ROOT
 from benchmarks.page import UNKNOWN, Places, Tree, fill, load_result, print_or_write, table
-from tools.demo_tools.figures import FIGURES
+from tools.demo_tools.figures import FIGURES, shown
 
 MODULE = "tools.demo_tools.tables"
 RESULT = ROOT / "benchmarks" / "results" / "demo_tools.json"
@@ -45,9 +45,9 @@ def about(result: Tree) -> str:
 
 
 def of_models(result: Tree) -> list[str]:
-    """A row a model, a column a figure: the mean over seeds and each seed's value."""
+    """A row a model, a column a figure: the mean over seeds, its interval, and each seed's value."""
     rows = [
-        [name, *(f"{of[words]['value']:.1%} ({_values(of[words]['seeds'])})" for words in FIGURES)]
+        [name, *(f"{shown(words, of[words])} ({_values(of[words]['seeds'])})" for words in FIGURES)]
         for name, of in result.get("summary", {}).items()
     ]
     return table(["model", *FIGURES], rows or [[UNKNOWN] * (len(FIGURES) + 1)])
