@@ -217,9 +217,7 @@ class _Connection:
             command, *args = shlex.split(target)
             cwd, names = self._spec.get("cwd"), self._spec.get("env") or ()
             if missing := [name for name in names if name not in os.environ]:
-                raise ValueError(
-                    f"{self._label} needs the variable {missing[0]}, which is not set; export it"
-                )
+                raise ValueError(f"{self._label} needs the variable {missing[0]}, which is not set; export it")
             env = {name: os.environ[name] for name in names}
             parameters = StdioServerParameters(
                 command=command, args=args, env=env, cwd=cwd, encoding_error_handler="replace"
