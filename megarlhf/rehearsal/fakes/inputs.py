@@ -173,9 +173,11 @@ def _own_code(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
             )
             section[name] = stand_in
     if cfg.environment is not None:
-        function = cfg.environment.function
-        what, whose = (f"function = {function} is", "its") if function else ("tools are", "their")
-        notes.append(f"environment.{what} not started: {whose} time and memory are not included.")
+        notes.append(
+            f"environment.function = {cfg.environment.function} is not started: its time and memory are not included."
+            if cfg.environment.function
+            else "environment.tools are not started: their time and memory are not included, nor their descriptions."
+        )
         own = ("tools", "parser", "max_result_characters", "interface", "python")
         kept = {key: value for key, value in tree["environment"].items() if key not in own}
         tree["environment"] = kept | {"function": ENVIRONMENT, "args": {}}
