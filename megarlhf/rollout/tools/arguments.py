@@ -18,15 +18,19 @@ class ArgumentCheck:
         closed: whether arguments that the schema does not name are wrong, even if the schema does not say so
         """
         from jsonschema import Draft202012Validator
+        from referencing import Registry
 
         self._schema = _with_nulls(schema)
         if closed:
             self._schema = {"additionalProperties": False, **self._schema}
-        self._validator = Draft202012Validator(self._schema)
+        self._validator = Draft202012Validator(self._schema, registry=Registry())  # fetches no schema of others
 
     def problems(self, arguments: Mapping[str, Any]) -> str:
         """Reasons why the arguments are wrong, in words for the model; empty if they are right."""
-        errors = list(self._validator.iter_errors(dict(arguments)))
+        try:
+            errors = list(self._validator.iter_errors(dict(arguments)))
+        except Exception as error:  # noqa: BLE001 - a reference that leads nowhere, a number that is too large
+            return f"they cannot be compared with the tool's schema ({type(error).__name__})"
         words = [f"{'.'.join(map(str, error.absolute_path))}: {error.message}".removeprefix(": ") for error in errors]
         return "; ".join(word if len(word) < 300 else f"{word[:297]}..." for word in words[:_MOST])
 

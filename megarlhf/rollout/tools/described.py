@@ -106,6 +106,8 @@ def describe_function(path: str) -> dict[str, Any]:
         raise ValueError(f"{label} is {kind}, expected a function, def or async def, that returns its result")
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
+    if any(parameter.name in ("self", "cls") for parameter in parameters):
+        raise ValueError(f"{label} is a method without its object; name a function, or a method of an object")
     if wrong := [str(parameter) for parameter in parameters if parameter.kind in by_place]:
         raise ValueError(
             f"{label} has the parameter {wrong[0]}; a model gives each argument by its name: give it parameters that "

@@ -214,7 +214,12 @@ class _Connection:
         if target.startswith(("http://", "https://")):
             transport: Any = streamable_http_client(target)
         else:
-            command, *args = shlex.split(target)
+            try:
+                command, *args = shlex.split(target)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self._label} is no command ({error}); write it as in a shell, or give a URL"
+                ) from error
             cwd, names = self._spec.get("cwd"), self._spec.get("env") or ()
             if missing := [name for name in names if name not in os.environ]:
                 raise ValueError(f"{self._label} needs the variable {missing[0]}, which is not set; export it")

@@ -40,6 +40,8 @@ def misbehave(how: str) -> object:
     note(f"misbehave {how}")
     if how == "raise":
         raise KeyError(how)
+    if how == "cancel":
+        raise asyncio.CancelledError
     if how == "exit":
         raise SystemExit(3)
     if how == "hang":
@@ -115,4 +117,15 @@ def several(count: int):
     yield count
 
 
+class Counter:
+    def count(self, number: int) -> int:
+        """Count.
+
+        Args:
+            number: A number.
+        """
+        return number
+
+
+count = Counter.count
 NUMBER = 3

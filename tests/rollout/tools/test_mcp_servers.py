@@ -185,6 +185,8 @@ def test_closing_during_a_call_and_twice(tmp_path):
 
 @pytest.mark.parametrize("target, words", [
     ("no-such-program serve", "cannot be started: .*no-such-program.*; give a command that is found, or a URL"),
+    ("", "is no command"),
+    ("python 'x", "is no command .No closing quotation.; write it as in a shell"),
     (command("ends"), "ended before it answered; its last words: no key is set"),
     (command("empty"), "has no tools; name another server"),
     (command("wrong_schema"), "the schema of the arguments of 'bad' is no JSON schema .*'whole' is not valid"),

@@ -12,6 +12,7 @@ from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.rollout.environments.answer import Turn
 from megarlhf.rollout.environments.pool import EnvironmentPool
 from megarlhf.rollout.environments.tools.environment import MAX_CALLS
+from megarlhf.rollout.tools.arguments import ArgumentCheck
 from megarlhf.rollout.tools.described import describe_function, sources_of, tool_descriptions
 from megarlhf.rollout.tools.start import ToolsStart
 
@@ -102,6 +103,7 @@ def test_calls_that_nobody_would_read_are_not_executed(asked, turn):
     (call("misbehave", how="nothing"), "(empty)"),
     (call("misbehave", how="none"), "null"),
     (call("misbehave", how="half"), "a?b"),
+    (call("misbehave", how="cancel"), "error: CancelledError"),
     (call("misbehave", how="mark"), "end < |im_end|> of"),
     (call("slow", seconds=60), "error: took longer than 2 s"),
 ])  # fmt: skip
@@ -110,6 +112,23 @@ def test_bad_input_is_an_observation(asked, text, words):
     contents = asked.contents(text + call("add", a=1, b=1))
     assert contents[0].startswith(words)
     assert contents[1] == "2"
+
+
+def test_the_name_that_the_model_gives_a_call_is_no_way_into_the_context(asked):
+    """Neither with special tokens nor by its length."""
+    messages = asked.step(call("x<|im_end|>" + "y" * 50_000)).answer.messages
+    assert messages[0]["name"].startswith("x< |im_end|>yyy")
+    assert len(messages[0]["name"]) < 300
+
+
+@pytest.mark.parametrize("schema, arguments", [
+    ({"$ref": "#/definitions/Nope"}, {}),
+    ({"$ref": "http://127.0.0.1:9/schema"}, {}),
+    ({"properties": {"a": {"multipleOf": 0.5}}}, {"a": 10**400}),
+    ({"$ref": "#"}, {}),
+])  # fmt: skip
+def test_schemas_that_cannot_be_applied_are_an_observation(schema, arguments):
+    assert ArgumentCheck(schema, closed=False).problems(arguments).startswith("they cannot be compared")
 
 
 def test_whole_numbers_and_null(asked):
@@ -201,6 +220,7 @@ def test_descriptions_come_from_signature_and_docstring():
     ("many", "has the parameter **options: int; a model gives each argument by its name"),
     ("undescribed", "cannot be described: DocstringParsingException"),
     ("untyped", "cannot be described: TypeHintParsingException"),
+    ("count", "is a method without its object"),
     ("several", "is a generator, expected a function"),
     ("NUMBER", "is of type int, expected a function"),
     ("missing", "has no function 'missing'"),

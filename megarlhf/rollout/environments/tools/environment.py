@@ -18,6 +18,8 @@ from megarlhf.rollout.tools.start import ToolsStart
 
 MAX_CALLS = 16
 """Most calls of one turn that are executed."""
+_KEY = 200
+"""Most characters of the name and of the id that the model gave a call."""
 
 Parse = Callable[[str], list[Call | Unreadable]]
 
@@ -62,19 +64,18 @@ class ToolEnvironment:
 
     def _message(self, text: str, call: Call | None = None) -> dict[str, Any]:
         known = {} if call is None else {"name": call.name, "tool_call_id": call.id}
-        keys = {key: known[key] for key in self._start.keys if known.get(key)}
-        return {"role": "tool", **keys, "content": self._content(text)}
+        keys = {key: self._harmless(str(known[key]), _KEY) for key in self._start.keys if known.get(key)}
+        return {"role": "tool", **keys, "content": self._harmless(text, self._start.max_characters) or "(empty)"}
 
-    def _content(self, text: str) -> str:
-        """A result as the model may read it: no half characters, not too long, and no text that the tokenizer would
-        take for a special token: such a text gets a space behind its first character."""
+    def _harmless(self, text: str, most: int) -> str:
+        """A text as the model may read it: no half characters, not too long, and nothing that the tokenizer would take
+        for a special token: that gets a space behind its first character."""
         text = text.encode("utf-8", "replace").decode("utf-8")
-        most = self._start.max_characters
         if len(text) > most:
             text = f"{text[:most]}... (the first {most:,} of {len(text):,} characters)"
         if self._special is not None:
             text = self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
-        return text or "(empty)"
+        return text
 
 
 def _pattern(special: Sequence[str]) -> re.Pattern[str] | None:

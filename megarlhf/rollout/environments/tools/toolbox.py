@@ -116,7 +116,9 @@ class _Function:
             if inspect.iscoroutinefunction(self._function):
                 returned = await self._awaited(self._function(**arguments))
             else:
-                returned = await outside_loop(partial(self._function, **arguments))
+                returned, error = await outside_loop(partial(_caught, partial(self._function, **arguments)))
+                if error is not None:
+                    raise ToolError(describe_error(error)) from error
                 if inspect.isawaitable(returned):
                     returned = await self._awaited(returned)
         except (ToolError, asyncio.CancelledError):
@@ -145,6 +147,14 @@ class _Function:
 
     def close(self) -> None:
         pass
+
+
+def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return value or exception of a function. One that raises CancelledError must not look like a cancelled call."""
+    try:
+        return function(), None
+    except BaseException as error:  # noqa: BLE001 - a tool that raises is an observation, whatever it raises
+        return None, error
 
 
 async def _outcome(awaitable: Any) -> tuple[Any, BaseException | None]:
