@@ -67,6 +67,10 @@ class ConversationState:
         ends = np.cumsum(self.stretches[::2])
         return [self.sampled[end - count : end] for end, count in zip(ends, self.stretches[::2], strict=True)]
 
+    def before_turn(self, number: int) -> list[int]:
+        """Tokens before a turn."""
+        return self.start + self.written[: sum(self.stretches[: 2 * number])]
+
     @property
     def num_answered(self) -> int:
         return len(self.stretches) // 2

@@ -199,7 +199,8 @@ class Conversations:
         limits, number = self._environment.limits, state.num_answered
         no_more = number + 1 >= limits.max_turns or state.position >= self._sampling.max_tokens
         text = self._environment.text(state.turn, finished=state.finished)
-        return Turn(text, number, state.finished, last=no_more or not state.finished)
+        opened = self._environment.opened(state.before_turn(number))
+        return Turn(text, number, state.finished, last=no_more or not state.finished, opened=opened)
 
     def _done(self, row: int) -> Response | None:
         """The row's sample, on its owner. Its environment is kept if the conversation goes on later."""
@@ -250,7 +251,8 @@ class Conversations:
         dialogue = state.dialogue
         calls = [AnsweredCall(None, Answer(dialogue.observations[0]))]
         for n, (messages, reward) in enumerate(zip(dialogue.observations[1:], dialogue.rewards, strict=True)):
-            turn = Turn(self._environment.text(state.turns[n], finished=True), n, finished=True, last=False)
+            text, opened = self._environment.text(state.turns[n], finished=True), state.before_turn(n)
+            turn = Turn(text, n, finished=True, last=False, opened=self._environment.opened(opened))
             calls.append(AnsweredCall(turn, Answer(messages, reward)))
         return calls
 

@@ -153,3 +153,29 @@ def test_what_is_wrong_with_the_tools_is_said_before_the_start(changes, words, m
     assert status != 0
     assert words in " ".join(written.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_thoughts_that_the_template_opens_are_those_of_each_turn(model, ranks, tmp_path) -> None:
+    """The template asks with `<think>` where the record says so, and never behind a result: calls count in the second
+    half of the records, and behind a result."""
+    opens = "{%- if thinks and messages[-1].role == 'user' %}<think>\n{% endif -%}"
+    template = (Path(__file__).parents[2] / "configs/demo-tools/chat_template.jinja").read_text()
+    assert template.count("<|im_start|>assistant\n{% endif -%}") == 1
+    cfg = job(model, tmp_path, ["tests.rollout.tools.functions:look_up", "tests.rollout.tools.functions:add"])
+    head, _, tail = template.rpartition("{% endif -%}")
+    cfg["data"]["chat_template"] = f"{head}{opens}{{% endif -%}}{tail}"
+    cfg["environment"]["history"] = "as_sampled"
+    cfg["rollout"]["engine"] = "megatron"
+    cfg["train"] |= {"num_steps": 1, "prompts_per_step": 8, "mini_batch_samples": 16}
+    prompts = Path(cfg["data"]["train"])
+    records = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for number, record in enumerate(records):
+        record["chat_template_kwargs"] = {"thinks": number % 2 == 0}
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    cfg["samples"] = {"count": 16}
+    ranks.run(1, "command", *argv_of("rl", cfg, tmp_path / "cfg.yaml"))
+    rows = [json.loads(line) for line in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
+    thinking = [row for row in rows if row["prompt"].endswith("<think>\n")]
+    assert 0 < len(thinking) < len(rows)
+    assert all(len(row["turns"]) == 1 for row in thinking)
+    assert any(len(row["turns"]) > 2 for row in rows if row not in thinking)

@@ -45,6 +45,8 @@ class Turn:
     """Whether the model ended it; False: it was cut at a limit."""
     last: bool
     """Whether no turn can follow, because a limit is reached. Messages of the answer are then discarded."""
+    opened: str = ""
+    """Mark of a thought, such as `<think>`, that the chat template has written before the turn; else empty."""
 
 
 @dataclass(frozen=True)

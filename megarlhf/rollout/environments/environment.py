@@ -21,9 +21,13 @@ from megarlhf.rollout.environments.rendering import ChatRendering, HistoryRewrit
 from megarlhf.rollout.environments.transcript import Transcript
 from megarlhf.rollout.responses import Sampling
 from megarlhf.rollout.tools.described import tools_start
+from megarlhf.rollout.tools.forms.scan import THOUGHTS
 from megarlhf.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
+
+_MARK_TOKENS = 16
+"""Tokens before a turn in which a mark is looked for; a tokenizer may divide it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,11 @@ class Environment:
         text = self._tokenizer.decode(tokens[:-1] if is_ended else tokens, continuation=True, special=True)
         # A turn that was cut may end inside a character, which the replacement character marks.
         return text if finished else text.removesuffix("\N{REPLACEMENT CHARACTER}")
+
+    def opened(self, before: Sequence[int]) -> str:
+        """Mark of a thought that stands open before a turn. `before`: the tokens there"""
+        text = self._tokenizer.decode(before[-_MARK_TOKENS:], continuation=True, special=True).rstrip()
+        return next((mark for mark in THOUGHTS if text.endswith(mark)), "")
 
     def opening(self, prompt: PromptSample, answer: Answer) -> Continuation:
         """The beginning of a conversation; no tokens if the answer of `reset` adds nothing to the prompt's.

@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config.environment import EnvironmentConfig
-from megarlhf.data.text.templates import ChatTemplate, Conversation
+from megarlhf.data.text.templates import ChatTemplate
 from megarlhf.own_code.failures import describe_error
 from megarlhf.own_code.load import load_function
 from megarlhf.rollout.tools.forms import FORMS
 from megarlhf.rollout.tools.forms.of_template import form_of
-from megarlhf.rollout.tools.forms.scan import THOUGHTS
 from megarlhf.rollout.tools.forms.vllm_parser import load_vllm_parser
 from megarlhf.rollout.tools.start import ToolSource, ToolsStart
 
@@ -158,13 +157,11 @@ def form_of_calls(parser: str, template: ChatTemplate, tokenizer: Path) -> str:
 def tools_start(environment: EnvironmentConfig, template: ChatTemplate, tokenizer: Path) -> ToolsStart:
     """Message to the workers. Raises: ValueError."""
     texts = template.tokenizer.tokens()
-    asked = template.text(Conversation([{"role": "user", "content": "a"}]), reply=True)
     return ToolsStart(
         sources_of(environment),
         form=form_of_calls(environment.parser, template, tokenizer),
         tokenizer=str(tokenizer),
         special=[texts[token] for token in sorted(template.tokenizer.special_ids) if token < len(texts)],
-        opened=next((mark for mark in THOUGHTS if asked.rstrip().endswith(mark)), ""),
         keys=[key for key in _RESULT_KEYS if template.program.names(key)],
         seconds=environment.seconds_per_step,
         max_characters=environment.max_result_characters,

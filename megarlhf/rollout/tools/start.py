@@ -30,8 +30,6 @@ class ToolsStart:
     """Texts of the tokenizer's special tokens. No result may contain them."""
     keys: Sequence[str]
     """Keys besides role and content that the chat template reads of a result: `name`, `tool_call_id`."""
-    opened: str
-    """Mark of a thought, such as `<think>`, that the chat template opens before each turn; else empty."""
     seconds: float
     """Time limit of a call."""
     max_characters: int

@@ -23,7 +23,7 @@ NAMES = ("add", "look_up", "misbehave", "slow")
 def started(*names, seconds=2.0, keys=("name", "tool_call_id"), form="hermes"):
     tools = [name if isinstance(name, dict) or ":" in name else HERE + name for name in names]
     cfg = EnvironmentConfig.model_validate({"tools": tools})
-    start = ToolsStart(sources_of(cfg), form, "", ["<|im_end|>", "<s>"], keys, "", seconds, 1000)
+    start = ToolsStart(sources_of(cfg), form, "", ["<|im_end|>", "<s>"], keys, seconds, 1000)
     return EnvironmentPool("", {}, workers=1, seconds_per_step=seconds, tools=start)
 
 
@@ -39,8 +39,8 @@ class Asked:
             self.pool.wait(1.0)
         return replies[0]
 
-    def step(self, text, *, finished=True, last=False):
-        self.pool.step(self.key, Turn(text, 0, finished, last))
+    def step(self, text, *, finished=True, last=False, opened=""):
+        self.pool.step(self.key, Turn(text, 0, finished, last, opened))
         return self.reply()
 
     def contents(self, text, **turn):
@@ -86,6 +86,13 @@ def test_calls_that_nobody_would_read_are_not_executed(asked, turn):
     messages = asked.step(call("add", a=1, b=1), **turn).answer.messages
     assert [message["content"] for message in messages] == ["error: no turn is left for a result"] * ("last" in turn)
     assert (asked.notes.read_text() if asked.notes.exists() else "") == before
+
+
+def test_calls_in_a_thought_that_the_template_has_opened_are_not_executed(asked):
+    """Until the model ends the thought."""
+    text = call("add", a=1, b=2)
+    assert asked.contents(text, opened="<think>") == []
+    assert asked.contents(f"{call('add', a=5, b=5)}</think>{text}", opened="<think>") == ["3"]
 
 
 @pytest.mark.parametrize("text, words", [

@@ -45,7 +45,7 @@ class ToolEnvironment:
         """Results of the calls in a turn."""
         if not turn.finished:
             return Answer()
-        calls = self._parse(turn.text)
+        calls = self._parse(turn.opened + turn.text)
         if turn.last:
             return Answer([self._message("error: no turn is left for a result")] if calls else ())
         return Answer([await self._result(call, number) for number, call in enumerate(calls)])
@@ -86,10 +86,10 @@ def _pattern(special: Sequence[str]) -> re.Pattern[str] | None:
 
 def parser_of(start: ToolsStart) -> Parse:
     """The parser of turns. Raises: ValueError for a parser that vLLM does not know."""
-    descriptions, opened = start.descriptions, start.opened
+    descriptions = start.descriptions
     if start.form.startswith("vllm:"):
         from megarlhf.rollout.tools.forms.vllm_parser import load_vllm_parser
 
         read = load_vllm_parser(start.form.removeprefix("vllm:"), start.tokenizer)
-        return lambda text: read(opened + text, descriptions)
-    return lambda text: parse(start.form, opened + text, descriptions)
+        return lambda text: read(text, descriptions)
+    return lambda text: parse(start.form, text, descriptions)
