@@ -30,6 +30,7 @@ CUDA_IN = (
 PATCHES_IN = (
     "parallel/process_groups.py",
     "parallel/megatron_cpu.py",
+    "rollout/tools/python/child.py",  # a process of its own, which runs nothing but a model's code
     "rollout/vllm/patches.py",
     "rehearsal/fake_device/torch_patches.py",
 )

@@ -78,7 +78,7 @@ class Environment:
         data: ConversationConfig,
         tokenizer: Tokenizer,
         *,
-        tokenizer_place: Path,
+        tokenizer_place: Path = Path(),
         end_ids: Sequence[int],
         max_tokens: int,
     ) -> None:

@@ -28,21 +28,27 @@ def call(code: str, limits: PythonLimits = LIMITS, without: tuple[str, ...] = ()
 
 
 def guards() -> set[int]:
-    """Guards and everything forked from one, whatever parent it has."""
+    """Guards of this test and everything forked from one, whatever parent it has. Other tests may run beside it."""
     pids = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"megarlhf.rollout.tools.python.guard" in path.read_bytes():
+            if b"megarlhf.rollout.tools.python.guard" in path.read_bytes() and _stands_in(path.parent):
                 pids.add(int(path.parent.name))
         except OSError:
             pass
     return pids - {os.getpid()}
 
 
+def _stands_in(process: Path) -> bool:
+    """Whether a process has its folder, or an open file, in the present folder of temporary files."""
+    places = [process / "cwd", *(process / "fd").iterdir()]
+    return any(os.readlink(place).startswith(tempfile.gettempdir()) for place in places)
+
+
 def left_over() -> tuple[object, ...]:
     folders = list(Path(tempfile.gettempdir()).glob(FOLDER_PREFIX + "*"))
     kernel = [Path(f"/proc/sysvipc/{kind}").read_text() for kind in ("shm", "sem", "msg")]
-    return guards(), folders, sorted(os.listdir("/dev/shm")), [len(text.splitlines()) for text in kernel]
+    return guards(), folders, [len(text.splitlines()) for text in kernel]
 
 
 @pytest.fixture(autouse=True)
