@@ -15,7 +15,7 @@ import pytest
 
 from megarlhf.rollout.tools.python.guard import FOLDER_PREFIX
 from megarlhf.rollout.tools.python.isolation import PROTECTIONS
-from megarlhf.rollout.tools.python.limits import DESCRIPTION, PythonLimits
+from megarlhf.rollout.tools.python.limits import PythonLimits, describe_python
 from megarlhf.rollout.tools.python.tool import missing_protection, remove_old_folders, run_python
 from tests.rollout.tools.python_calls import LIMITS, call, guards
 from tests.rollout.tools.python_calls import run_folder as run_folder
@@ -234,7 +234,7 @@ def test_wrong_limits(limit: dict[str, object]) -> None:
 
 
 def test_description_names_the_limits() -> None:
-    function = DESCRIPTION["function"]
+    function = describe_python(PythonLimits())["function"]
     assert function["name"] == "python"
     assert function["parameters"]["required"] == ["code"]
     assert "no network" in function["description"]

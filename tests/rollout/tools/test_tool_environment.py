@@ -3,17 +3,20 @@
 Not covered: forms of calls (test_forms.py), MCP servers and the Python tool, which have files of their own.
 """
 
+import dataclasses
 import json
 import re
 
 import pytest
 
 from megarlhf.config.environment import EnvironmentConfig
+from megarlhf.config.tools import PythonLimitsConfig
 from megarlhf.rollout.environments.answer import Turn
 from megarlhf.rollout.environments.pool import EnvironmentPool
 from megarlhf.rollout.environments.tools.environment import MAX_CALLS
 from megarlhf.rollout.tools.arguments import ArgumentCheck
 from megarlhf.rollout.tools.described import describe_function, sources_of, tool_descriptions
+from megarlhf.rollout.tools.python.limits import PythonLimits
 from megarlhf.rollout.tools.start import ToolsStart
 
 HERE = "tests.rollout.tools.functions:"
@@ -194,6 +197,11 @@ def test_the_python_tool_in_a_conversation():
         assert asked.contents(call("python", program="1"))[0].startswith("error: wrong arguments for python: ")
     finally:
         pool.close()
+
+
+def test_limits_of_the_python_tool_are_those_of_the_configuration():
+    """The worker, which loads no pydantic, has a class of its own with the same fields and defaults."""
+    assert dataclasses.asdict(PythonLimits()) == PythonLimitsConfig().model_dump()
 
 
 def test_keys_that_the_template_does_not_read_are_left_out():

@@ -56,7 +56,3 @@ def describe_python(limits: PythonLimits) -> dict[str, Any]:
             },
         },
     }
-
-
-DESCRIPTION = describe_python(PythonLimits())
-"""Description with the default limits."""
