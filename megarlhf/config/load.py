@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -359,10 +359,10 @@ def _section_at(kind: type[BaseModel], location: Sequence[int | str]) -> type[Ba
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section type inside `X`, `X | None` or `tuple[X, ...]`."""
+    """The section type inside `X`, `X | None`, `tuple[X, ...]` or `Annotated[X, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, types.UnionType, tuple):
+    if get_origin(annotation) in (Union, types.UnionType, tuple, Annotated):
         for argument in get_args(annotation):
             if (nested_model := _model_in(argument)) is not None:
                 return nested_model

@@ -23,7 +23,8 @@ EVALUATED = ["eval.every=1", "data.validation=h.jsonl"]
     ("rl", "rewards=[{kind: rule, rule: x, wieght: 2}]", "rewards.0.wieght", "'weight'"),
     ("generate", "gredy=true", "gredy", "'greedy'"),
     ("rl", "data.max_response_tokens=3", "data.max_response_tokens", "'rollout.max_response_tokens'"),
-    ("rl", "weight=3", "weight", "'rewards.weight'|'ptx.data.weight'|'data.train.weight'"),
+    ("rl", "weight=3", "weight", "'rewards.weight'|'ptx.data.weight'"),
+    ("rl", "environment.tools=[{python: {second: 5}}]", "environment.tools.0.python.second", "'seconds'"),
     ("rl", "train.every=3", "train.every", "'eval.every'|'samples.every'|'checkpoint.every'"),
 ])  # fmt: skip
 def test_an_unknown_key_names_the_nearest_known_one_of_its_section(refusal, command, override, unknown, known):

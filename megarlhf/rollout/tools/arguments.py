@@ -18,12 +18,14 @@ class ArgumentCheck:
         closed: whether arguments that the schema does not name are wrong, even if the schema does not say so
         """
         from jsonschema import Draft202012Validator
+        from jsonschema.validators import validator_for
         from referencing import Registry
 
         self._schema = _with_nulls(schema)
         if closed:
             self._schema = {"additionalProperties": False, **self._schema}
-        self._validator = Draft202012Validator(self._schema, registry=Registry())  # fetches no schema of others
+        validator = validator_for(self._schema, default=Draft202012Validator)
+        self._validator = validator(self._schema, registry=Registry())  # fetches no schema of others
 
     def problems(self, arguments: Mapping[str, Any]) -> str:
         """Reasons why the arguments are wrong, in words for the model; empty if they are right."""
@@ -36,12 +38,24 @@ class ArgumentCheck:
 
     def whole(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments, with whole numbers such as 3.0 as int where the schema asks for integers."""
-        properties = self._schema.get("properties") or {}
-        integers = {key for key, part in properties.items() if isinstance(part, Mapping) and _is_integer(part)}
+        whole: dict[str, Any] = _whole(dict(arguments), self._schema)
+        return whole
+
+
+def _whole(value: Any, schema: Any) -> Any:
+    """The value with int for float where the schema asks for integers."""
+    if not isinstance(schema, Mapping):
+        return value
+    if isinstance(value, float):
+        return int(value) if _is_integer(schema) and value.is_integer() else value
+    if isinstance(value, list):
+        return [_whole(part, schema.get("items")) for part in value]
+    if isinstance(value, dict):
+        properties = schema.get("properties") or {}
         return {
-            key: int(value) if key in integers and isinstance(value, float) and value.is_integer() else value
-            for key, value in arguments.items()
+            key: _whole(part, properties.get(key, schema.get("additionalProperties"))) for key, part in value.items()
         }
+    return value
 
 
 def _is_integer(schema: Mapping[str, Any]) -> bool:
@@ -56,9 +70,12 @@ def _with_nulls(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     parts = {key: _with_nulls(part) for key, part in schema.items()}
-    if parts.pop("nullable", False) is True:
+    if parts.get("nullable") is True:
+        del parts["nullable"]
         if isinstance(kind := parts.get("type"), str):
             parts["type"] = [kind, "null"]
         if isinstance(values := parts.get("enum"), list):
             parts["enum"] = [*values, None]
+        if isinstance(either := parts.get("anyOf"), list):
+            parts["anyOf"] = [*either, {"type": "null"}]
     return parts

@@ -8,7 +8,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch.distributed as dist
 
@@ -24,6 +25,8 @@ from megarlhf.rollout.tools.start import ToolSource, ToolsStart
 
 _RESULT_KEYS = ("name", "tool_call_id")
 """Keys of a result that only some templates read."""
+_JSON_TYPES = (str, int, float, bool, list, tuple, dict, NoneType, Any, ...)
+"""Types whose values a call can hold. transformers describes every other one as an object."""
 
 
 def tool_descriptions(environment: EnvironmentConfig | None) -> list[Mapping[str, Any]]:
@@ -113,14 +116,38 @@ def describe_function(path: str) -> dict[str, Any]:
             "have names"
         )
     try:
-        described: dict[str, Any] = json.loads(json.dumps(get_json_schema(function)))
+        shown = _without_result_type(function)
+        hints = get_type_hints(shown)
+        described: dict[str, Any] = json.loads(json.dumps(get_json_schema(shown)))
     except Exception as error:  # of transformers, or of a type hint of the user's
         raise ValueError(
             f"{label} cannot be described: {describe_error(error)}; give it a docstring with a sentence and a line for "
             "each parameter under `Args:`, and types of parameters"
         ) from error
+    for name in described["function"]["parameters"]["properties"]:
+        if (kind := _foreign_type(hints[name])) is not None:
+            raise ValueError(
+                f"{label}: the parameter {name} is of the type {getattr(kind, '__name__', kind)}, which a call cannot "
+                "hold; take str, int, float, bool, list, dict or Literal, and build the value in the function"
+            )
     described["function"].pop("return", None)
     return described
+
+
+def _without_result_type(function: Any) -> Any:
+    """A stand-in for transformers, which refuses some types of results. A model sees none of them."""
+    shown = functools.update_wrapper(lambda: None, function)
+    shown.__annotations__ = {name: hint for name, hint in shown.__annotations__.items() if name != "return"}
+    return shown
+
+
+def _foreign_type(hint: Any) -> Any:
+    """A type in a hint that JSON does not have; None if there is none."""
+    if get_origin(hint) is Literal or is_typeddict(hint):
+        return None
+    if arguments := get_args(hint):
+        return next((kind for part in arguments if (kind := _foreign_type(part)) is not None), None)
+    return None if hint in _JSON_TYPES else hint
 
 
 def missing_protection(environment: EnvironmentConfig) -> list[str]:

@@ -31,6 +31,8 @@ PING_SECONDS = 2.0
 """Time limit of a sign of life. A server that is busy gives none, and is called all the same."""
 LONGEST_PAUSE = 5.0
 """Longest pause before a server that crashes at each call is started anew."""
+_NO_SUCH_METHOD = -32601
+"""Number of the error of JSON-RPC."""
 _TAIL = 2000
 """Bytes of a server's error output that are kept."""
 
@@ -140,11 +142,15 @@ class McpServer:
         except Exception as error:  # of the package: the server's refusal, a result of another shape, a lost connection
             if await connection.answers() is False:
                 raise ToolError("the tool's server ended during the call") from error
+            if type(error).__name__ == "ValidationError":
+                raise ToolError("the tool's server returned something that is no result of a tool") from error
             raise ToolError(cut(error_text(error), 1000)) from error
         finally:
             self._in_flight -= 1
         self._failures = 0
         text = "\n".join(_parts(result))
+        if not text and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text or "the tool failed, and says nothing more")
         return text
@@ -171,6 +177,8 @@ class _Connection:
             await self.close()
             raise ValueError(self._why(error)) from error
         await self.close()
+        if self._opened.done():
+            self._opened.exception()  # of its end; nobody else asks for it, which the loop would report
         raise ValueError(f"{self._label} did not answer in {START_SECONDS:g} s{self._errors.words()}")
 
     async def close(self) -> None:
@@ -188,8 +196,9 @@ class _Connection:
             await asyncio.wait_for(self.session.send_ping(), PING_SECONDS)
         except asyncio.TimeoutError:
             return None
-        except Exception as error:  # noqa: BLE001 - of the package; a refusal is an answer too
-            return not _is_closed(error)
+        except Exception as error:  # noqa: BLE001 - of the package
+            # "No such method" is an answer too. Other refusals are of a server that has forgotten the session.
+            return getattr(error, "code", None) == _NO_SUCH_METHOD
         return True
 
     async def _run(self) -> None:
@@ -257,10 +266,11 @@ class _Connection:
     def _description(self, tool: Any) -> dict[str, Any]:
         """Raises: ValueError for a schema of arguments that is none."""
         from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema.validators import validator_for
 
         schema = without_key(json.loads(json.dumps(tool.input_schema)), "title")  # some templates would not write it
         try:
-            Draft202012Validator.check_schema(schema)
+            validator_for(schema, default=Draft202012Validator).check_schema(schema)
         except SchemaError as error:
             where = ".".join(map(str, error.absolute_path))
             raise ValueError(
@@ -309,8 +319,6 @@ class _Tail:
 
 def _parts(result: Any) -> Iterator[str]:
     """Texts of a result's parts."""
-    if not result.content and result.structured_content is not None:
-        yield json.dumps(result.structured_content, ensure_ascii=False)
     for part in result.content:
         if part.type == "text":
             yield part.text

@@ -1,9 +1,12 @@
 """Tools for tests. Each note is a line of the file that the environment variable names."""
 
 import asyncio
+import datetime
 import os
 import random
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 
@@ -61,7 +64,7 @@ def misbehave(how: str) -> object:
     return results[how]
 
 
-async def slow(seconds: float) -> str:
+async def slow(seconds: float) -> Iterator[str]:
     """Wait.
 
     Args:
@@ -75,6 +78,24 @@ def note(text: str) -> None:
     if path := os.environ.get("TOOL_NOTES"):
         with open(path, "a") as file:
             file.write(text + "\n")
+
+
+def dated(day: datetime.date | None = None) -> str:
+    """Take a day.
+
+    Args:
+        day: A day.
+    """
+    return str(day)
+
+
+def nested(paths: list[Path]) -> str:
+    """Take paths.
+
+    Args:
+        paths: Some paths.
+    """
+    return str(paths)
 
 
 def positional(a: int, /) -> int:

@@ -233,23 +233,34 @@ def test_a_server_behind_a_url(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
-    try:
-        url, until = f"http://127.0.0.1:{port}/mcp", time.monotonic() + 30
+    url = f"http://127.0.0.1:{port}/mcp"
+
+    def started():
+        process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 30
         while True:
             try:
                 httpx.get(url)
-                break
+                return process
             except httpx.TransportError:
                 assert time.monotonic() < until
                 time.sleep(0.05)
+
+    process = started()
+    try:
         server = McpServer({"mcp": url}, 2.0)
         assert server.start()[0]["function"]["name"] == "add"
         assert asyncio.run(server.call("add", {"a": 20, "b": 22})) == "42"
         process.kill()
         process.wait()
+        process = started()  # which knows nothing of the session
+        assert asyncio.run(server.call("add", {"a": 20, "b": 23})) == "43"
+        process.kill()
+        process.wait()
         with pytest.raises(ToolError, match=r"cannot be started again|ended during the call"):
             asyncio.run(server.call("add", {"a": 20, "b": 22}))
+        process = started()
+        assert asyncio.run(server.call("add", {"a": 20, "b": 24})) == "44"
         server.close()
     finally:
         process.kill()

@@ -109,6 +109,22 @@ ATTEMPTS = {
         ),
         "ToolError: The code wrote more to files than the limit of 16 MB",
     ),
+    "removed files that stay mapped": (
+        (
+            "import os, mmap\nmaps = []\nfor i in range(40):\n"
+            " f = open('x', 'wb+'); f.write(bytes(5 * 10 ** 6)); f.flush()\n"
+            " maps.append(mmap.mmap(f.fileno(), 0)); f.close(); os.remove('x')"
+        ),
+        "ToolError: The code wrote more to files than the limit of 16 MB",
+    ),
+    "removed files that are mapped and closed": (
+        (
+            "import os, ctypes, time\nc = ctypes.CDLL(None); c.mmap.restype = ctypes.c_void_p\nwhile True:\n"
+            " f = open('x', 'wb+'); f.write(bytes(5 * 10 ** 6)); f.flush()\n"
+            " c.mmap(None, ctypes.c_size_t(4096), 1, 1, f.fileno(), ctypes.c_long(0)); f.close(); os.remove('x')"
+        ),
+        "ToolError: The code closed and removed a file that it had mapped",
+    ),
     "segfault": ("import ctypes\nctypes.string_at(0)", r"ToolError: The code crashed: .* signal 11 \(SIGSEGV\)"),
     "recursion": ("def f(): f()\nf()", "RecursionError"),
     "end at once": ("import os\nprint(1)\nos._exit(3)", r"\A1\n\(exit status 3\)\Z"),

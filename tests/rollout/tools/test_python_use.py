@@ -65,6 +65,19 @@ def test_order_of_sets_is_the_same_in_each_call() -> None:
     assert call("set('abcdefgh')") == call("set('abcdefgh')") != call("sorted('abcdefgh')")
 
 
+def test_random_numbers_follow_from_the_code() -> None:
+    """A call that is repeated after a kill has the same result."""
+    pytest.importorskip("numpy")
+    one, two = "import random\nrandom.random()", "import random, numpy as np\nrandom.random(), np.random.rand()"
+    assert call(one) == call(one) != call(one + "  ")
+    assert call(two) == call(two)
+
+
+@pytest.mark.parametrize("end", ["exit()", "quit(0)", "import sys; sys.exit()"])
+def test_the_ways_to_end(end: str) -> None:
+    assert call(f"print(1)\n{end}\nprint(2)") == "1"
+
+
 def test_numpy_and_sympy() -> None:
     pytest.importorskip("numpy")
     pytest.importorskip("sympy")

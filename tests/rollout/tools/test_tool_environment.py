@@ -136,6 +136,7 @@ def test_the_name_that_the_model_gives_a_call_is_no_way_into_the_context(asked):
     ({"$ref": "http://127.0.0.1:9/schema"}, {}),
     ({"properties": {"a": {"multipleOf": 0.5}}}, {"a": 10**400}),
     ({"$ref": "#"}, {}),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "$ref": "#/definitions/Nope"}, {}),
 ])  # fmt: skip
 def test_schemas_that_cannot_be_applied_are_an_observation(schema, arguments):
     assert ArgumentCheck(schema, closed=False).problems(arguments).startswith("they cannot be compared")
@@ -146,6 +147,21 @@ def test_whole_numbers_and_null(asked):
     assert asked.contents(call("add", a=2.0, b=3)) == ["5"]
     assert asked.contents(call("look_up", name="x", limit=None))[0].endswith('"limit": null}')
     assert "not of type" in asked.contents(call("add", a=2.5, b=3))[0]
+
+
+@pytest.mark.parametrize("schema, value, problem", [
+    ({"type": "array", "items": {"type": "integer"}}, [1.0, 2], ""),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, {"x": 3.0}, ""),
+    ({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "integer"}], "nullable": True}, None, ""),
+    ({"type": "object", "properties": {"nullable": {"type": "integer"}}}, {"nullable": "x"}, "is not of type"),
+    ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, 0, "less than or equal to the minimum"),
+])  # fmt: skip
+def test_nested_schemas_and_other_drafts(schema, value, problem):
+    whole = {"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"a": schema}}
+    check = ArgumentCheck(whole, closed=True)
+    arguments = check.whole({"a": value})
+    assert "." not in json.dumps(arguments)
+    assert (problem in check.problems(arguments)) if problem else not check.problems(arguments)
 
 
 def test_a_function_may_use_an_event_loop_of_its_own_behind_an_async_call(asked):
@@ -238,6 +254,8 @@ def test_descriptions_come_from_signature_and_docstring():
     ("count", "is a method without its object"),
     ("several", "is a generator, expected a function"),
     ("NUMBER", "is of type int, expected a function"),
+    ("dated", "the parameter day is of the type date, which a call cannot hold; take str, int"),
+    ("nested", "the parameter paths is of the type Path, which a call cannot hold"),
     ("missing", "has no function 'missing'"),
 ])  # fmt: skip
 def test_functions_that_cannot_be_tools(name, words):

@@ -58,9 +58,10 @@ class ToolBox:
         if call.name not in self._tools:
             raise ToolError(f"there is no tool {short(call.name)}; the tools are {', '.join(self._tools)}")
         source, check = self._tools[call.name]
-        if problems := check.problems(call.arguments):
+        arguments = check.whole(call.arguments)
+        if problems := check.problems(arguments):
             raise ToolError(f"wrong arguments for {call.name}: {problems}")
-        return await source.call(call.name, check.whole(call.arguments))
+        return await source.call(call.name, arguments)
 
     def close(self) -> None:
         """End what the tools have started."""

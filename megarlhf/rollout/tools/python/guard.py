@@ -18,7 +18,7 @@ import time
 from megarlhf.rollout.tools.python import kernel
 from megarlhf.rollout.tools.python.child import OUT_OF_MEMORY, run_child
 from megarlhf.rollout.tools.python.output import Output
-from megarlhf.rollout.tools.python.usage import descendants, folder_use, process_use
+from megarlhf.rollout.tools.python.usage import descendants, folder_use, hidden_files, process_use
 
 TYPE_CHECKING = False  # typing takes longer to import than all of this module
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ def _excess(child: int, request: GuardRequest, folder: str, printed: int, late: 
         return f"made more files than the limit of {limits['files']}"
     if file_size > int(limits["file_mb"]) << 20:
         return f"wrote more to files than the limit of {limits['file_mb']} MB"
+    if hidden_files(folder, pids):
+        return "closed and removed a file that it had mapped, whose size nothing tells"
     if printed > 1000 * limits["output_bytes"]:
         return f"printed more than {1000 * int(limits['output_bytes'])} bytes"
     return None

@@ -5,6 +5,7 @@ Only the standard library is imported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable
@@ -42,6 +43,30 @@ def folder_use(folder: str, pids: Iterable[int]) -> tuple[int, int]:
         infos = (_info(f"/proc/{pid}/fd/{name}", follow=True) for name in open_files)
         entries += [info for info in infos if info and stat.S_ISREG(info.st_mode) and not info.st_nlink]
     return len(entries), sum(max(info.st_size, info.st_blocks * 512) for info in entries)
+
+
+def hidden_files(folder: str, pids: Iterable[int]) -> int:
+    """Number of a folder's files that are removed and not open, but mapped. Nothing tells their sizes."""
+    count, name = 0, os.path.basename(folder)
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", errors="replace") as maps:
+                mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if line.endswith("(deleted)\n")}
+        except OSError:
+            continue
+        if mapped := {path for path in mapped if f"/{name}/" in path}:
+            count += len(mapped - _open_files(pid))
+    return count
+
+
+def _open_files(pid: int) -> set[str]:
+    """Paths of a process's open files."""
+    paths = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                paths.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return paths
 
 
 def _stat(pid: int) -> list[bytes] | None:
